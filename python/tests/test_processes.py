@@ -31,6 +31,7 @@ array = lease["x"]
 put("there", replace=True)
 prepared = lease.prepare()
 watch = broker.watch()
+watch.fileno()
 claim = broker.claim("claimed")
 pid = os.fork()
 if pid == 0:
@@ -39,14 +40,14 @@ if pid == 0:
                 "in a process that spawn or forkserver started")
     for use in (broker.list, lambda: broker.get("there"), lambda: put("more"), lambda: broker.claim("x"), lambda: broker.watch(),
                 lambda: lease["x"], lambda: lease.version, lambda: list(lease), lambda: lease.park(), lambda: lease.switch(prepared),
-                lambda: lease.prepare(), lambda: prepared.version, lambda: watch.next(0), lambda: watch.place,
+                lambda: lease.prepare(), lambda: prepared.version, lambda: watch.next(0), lambda: watch.place, watch.fileno,
                 lambda: broker.on_lost(print), array.tobytes, lambda: np.from_dlpack(array), lambda: array.address):
         try:
             use()
         except vmmfd.Invalid as error:
             assert str(error) == sentence, error
             refused += 1
-    assert refused == 18, refused
+    assert refused == 19, refused
     assert not lease.is_held and not lease.is_closed
     # Calls that need neither the broker nor the memory work.
     assert "not usable here" in repr(lease) and "not usable here" in repr(prepared) and broker.path in repr(broker) and repr(claim)
