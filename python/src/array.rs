@@ -7,7 +7,7 @@ use pyo3::{
     prelude::*,
     types::{PyDict, PyTuple},
 };
-use vmmfd::{array::ArrayDescriptor, driver::Access, fork::ProcessIdentity};
+use vmmfd::{Error, array::ArrayDescriptor, driver::Access, error::MemoryError, fork::ProcessIdentity};
 
 use crate::{
     error::{Failure, Outcome, shown, tolerant},
@@ -72,6 +72,12 @@ impl Array {
     pub(crate) fn check(&self) -> Outcome<()> {
         self.by.check()?;
         Ok(self.memory.check_mapped()?)
+    }
+
+    /// Fails as [`Array::check`], and for read-only memory, also if it is exported as writable.
+    pub(crate) fn check_writable(&self) -> Outcome<()> {
+        self.check()?;
+        if self.memory.is_read_only() { Err(Error::Memory(MemoryError::ReadOnly).into()) } else { Ok(()) }
     }
 
     /// The address of the element with all indices 0.

@@ -5,16 +5,12 @@
 use std::{ffi::c_int, ptr, slice};
 
 use pyo3::{
-    exceptions::{PyAttributeError, PyImportError, PyTypeError},
+    exceptions::{PyAttributeError, PyImportError, PyOverflowError, PyTypeError},
     ffi,
     prelude::*,
     types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyTuple},
 };
-use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Order},
-    error::MemoryError,
-};
+use vmmfd::array::{ArrayDescriptor, ElementType, Order};
 
 use crate::{
     array::{self, Array},
@@ -22,7 +18,7 @@ use crate::{
     device::{PyDevice, short},
     dlpack::{self, CapsuleOptions},
     dtype,
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown},
     shared::PyMemory,
     signals, source,
 };
@@ -139,7 +135,8 @@ impl Array {
     fn reshape(&self, shape: &Bound<'_, PyTuple>) -> Outcome<Self> {
         let from = self.descriptor();
         let mut lengths = integers(shape)?;
-        let known: i64 = lengths.iter().filter(|length| **length != -1).product();
+        let known =
+            lengths.iter().filter(|length| **length != -1).fold(1, |all: i64, length| all.saturating_mul(*length));
         if let Some(open) = lengths.iter_mut().find(|length| **length == -1) {
             *open = i64::try_from(from.elements()?).unwrap_or(i64::MAX).checked_div(known).unwrap_or(0);
         }
@@ -169,6 +166,12 @@ impl Array {
     /// Raises `IndexError` for an index out of range, `TypeError` for other kinds of index.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> PyResult<Self> {
         Ok(self.view(array_index::select(self.descriptor(), index)?)?)
+    }
+
+    /// Sets the selected elements, as NumPy does: to a number, or to an array that can be broadcast to their shape. A value on a GPU must
+    /// have their shape and type. Raises as `__getitem__` and `fill`.
+    fn __setitem__(slf: &Bound<'_, Self>, index: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        Self::fill(&Bound::new(slf.py(), slf.get().__getitem__(index)?)?, value)
     }
 
     fn __iter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -296,13 +299,19 @@ impl Array {
     /// Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
     /// shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> Outcome<()> {
-        self.check()?;
-        if self.memory().is_read_only() {
-            return Err(Error::Memory(MemoryError::ReadOnly).into());
-        }
+        self.check_writable()?;
         let source = source::of(source)?;
         source.check(self.descriptor())?;
         signals::run(py, &[], || source.copy_into(&**self.memory(), self.descriptor()))
+    }
+
+    /// Sets all elements to `value`, converted as NumPy does. Blocks. A GPU gets a copy of an array of this size that is filled in host
+    /// memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `Denied` or `Error` if the array is read-only;
+    /// NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`.
+    fn fill(slf: &Bound<'_, Self>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        slf.get().check_writable()?;
+        slf.py().import("vmmfd._elements")?.call_method1("assign", (slf, value))?;
+        Ok(())
     }
 
     /// Returns a contiguous copy in new shared memory of the same device, writable. Blocks, with the GIL released. Raises as `empty`.
@@ -528,7 +537,7 @@ fn number<'py>(array: &Bound<'py, Array>) -> PyResult<Bound<'py, PyAny>> {
 /// Checks a consumer's stream. No stream has to wait: this process's copies are complete.
 fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()> {
     let Some(stream) = stream else { return Ok(()) };
-    let shown = stream.repr()?;
+    let shown = shown(stream)?;
     if array.is_host() {
         let text = format!("stream={shown} does not apply to host memory: omit it");
         return Err(Failure::invalid(text));
@@ -546,9 +555,14 @@ fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()>
 
 /// The integers that a call gives as its arguments, or as one sequence.
 fn integers(given: &Bound<'_, PyTuple>) -> Outcome<Vec<i64>> {
-    let listed = if given.len() == 1 { given.get_item(0)?.extract::<Vec<i64>>().ok() } else { None };
-    match listed {
-        Some(listed) => Ok(listed),
-        None => Ok(given.extract::<Vec<i64>>()?),
-    }
+    let listed = match given.len() {
+        1 => given.get_item(0)?.extract().or_else(|_| given.extract()),
+        _ => given.extract(),
+    };
+    listed.or_else(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(given.py()) {
+            return Err(Failure::invalid(format!("{} has an integer of more than 64 bits", shown(given)?)));
+        }
+        Err(error.into())
+    })
 }

@@ -8,6 +8,7 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
+    copy,
     device::Wanted,
     driver, dtype,
     error::Outcome,
@@ -41,6 +42,28 @@ pub(crate) fn empty(
     let float64 = PyString::intern(py, "float64");
     let dtype = dtype.unwrap_or(&float64);
     create(py, shape, dtype, device, backend, |size| Spec::vmm(size).rdma(rdma.0).into())
+}
+
+/// Creates an `Array` in new shared memory, filled with zeros.
+///
+/// The arguments are those of `empty`: `shape` (int, or a sequence of int), `dtype`, `device` (int, str or `Device`), `backend` (str or
+/// None) and `rdma`. Blocks, with the GIL released. Raises as `empty`.
+#[pyfunction]
+#[pyo3(signature = (shape, dtype=None, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype='float64', *, device=None, backend=None, rdma='auto')")]
+pub(crate) fn zeros(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
+    backend: Option<Text>,
+    rdma: RdmaOption,
+) -> Outcome<Array> {
+    let array = empty(py, shape, dtype, device, backend, rdma)?;
+    // The kernel zeroes new host memory.
+    if !array.is_host() {
+        signals::run(py, &[], || copy::zero(&**array.memory()))?;
+    }
+    Ok(array)
 }
 
 /// Creates an array in new memory. `spec` specifies an allocation of the given size, which is at least 1.

@@ -287,6 +287,23 @@ pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [Maybe
     })
 }
 
+/// Zeroes a GPU's new memory, which has undefined contents. Blocks: release the GIL.
+///
+/// # Errors
+/// [`Error::Driver`].
+pub(crate) fn zero(memory: &dyn Memory) -> Outcome<()> {
+    let (device, address, size) = memory.extent();
+    let mut done = size.min(BATCH_BYTES as u64);
+    memory.copy_in(0, &vec![0; done as usize])?;
+    while done < size {
+        let next = done.min(size - done);
+        // SAFETY: both ranges are in this memory, which is kept, is writable and is not owned by Rust.
+        unsafe { device.driver().copy_device(device.ordinal(), &[(address + done, address, next)]) }?;
+        done += next;
+    }
+    Ok(())
+}
+
 /// Returns a contiguous copy of an array in new memory of the same device. Blocks: release the GIL.
 ///
 /// # Errors

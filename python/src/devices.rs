@@ -10,7 +10,7 @@ use crate::{
     array::Array,
     device::PyDevice,
     driver,
-    error::{Failure, Outcome, shown},
+    error::{Failure, Outcome, shown, tolerant},
     text::Text,
 };
 
@@ -72,11 +72,11 @@ pub(crate) fn same_device(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Outcome
 /// Returns the hexadecimal digits of a device's UUID, or its first digits.
 fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
     let plain = |uuid: String| uuid.to_ascii_lowercase().replace('-', "");
-    let bad = || {
-        let shown = named.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!(
+    let bad = || match shown(named) {
+        Ok(shown) => Failure::invalid(format!(
             "{shown} names no device: give a vmmfd.Device or Array, an ordinal, or a UUID with or without GPU- or MIG-"
-        ))
+        )),
+        Err(error) => error.into(),
     };
     if let Ok(device) = named.cast::<PyDevice>() {
         return Ok(plain(device.get().0.uuid().to_string()));
@@ -94,7 +94,7 @@ fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
         return Ok(plain(DeviceUuid::from_bytes(bytes).to_string()));
     }
     // UUID objects of PyTorch and Python.
-    let text = named.str()?.to_string();
+    let text = tolerant(named.py(), named.str())?.ok_or_else(bad)?.to_string();
     if text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() {
         let ordinal = text.parse().map_err(|_| bad())?;
         return Ok(plain(uuid_of(named.py(), ordinal, None)?.split_once('-').ok_or_else(bad)?.1.to_owned()));

@@ -96,18 +96,27 @@ pub(crate) fn tolerant<T>(py: Python<'_>, found: PyResult<T>) -> PyResult<Option
     }
 }
 
-/// Formats an argument for a message.
+/// The most characters of an argument in a message.
+const LONGEST_SHOWN: usize = 200;
+
+/// Formats an argument for a message: shortened, and only its type if it has no text, as an int of more digits than Python converts.
 ///
 /// # Errors
 /// Exceptions of its `__repr__` that are not an `Exception`, such as `KeyboardInterrupt`, and `MemoryError`.
 pub(crate) fn shown(given: &Bound<'_, PyAny>) -> PyResult<String> {
     match given.repr() {
-        Ok(text) => Ok(text.to_string_lossy().into_owned()),
+        Ok(text) => {
+            let text = text.to_string_lossy();
+            Ok(match text.char_indices().nth(LONGEST_SHOWN) {
+                Some((end, _)) => format!("{}...", &text[..end]),
+                None => text.into_owned(),
+            })
+        }
         Err(error)
             if error.is_instance_of::<PyException>(given.py())
                 && !error.is_instance_of::<PyMemoryError>(given.py()) =>
         {
-            Ok("it".to_owned())
+            Ok(format!("<{}>", given.get_type().name()?))
         }
         Err(error) => Err(error),
     }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Map, Number, Value};
 
 use crate::{
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown},
     signals::GilPause,
 };
 
@@ -116,8 +116,13 @@ fn from_python(value: &Bound<'_, PyAny>, at: &At<'_>, depth: usize, pause: &mut 
     }
     if value.is_instance_of::<PyInt>() {
         let number = value.extract::<u64>().map(Number::from).or_else(|_| value.extract::<i64>().map(Number::from));
-        let bad = |_| Failure::invalid(format!("{at} is {value}, which needs more than 64 bits: give it as a str"));
-        return number.map(Value::Number).map_err(bad);
+        return match number {
+            Ok(number) => Ok(Value::Number(number)),
+            Err(_) => Err(Failure::invalid(format!(
+                "{at} is {}, which needs more than 64 bits: give it as a str",
+                shown(value)?
+            ))),
+        };
     }
     if let Ok(value) = value.cast::<PyFloat>() {
         let number = value.extract::<f64>()?;
@@ -137,7 +142,8 @@ fn from_python(value: &Bound<'_, PyAny>, at: &At<'_>, depth: usize, pause: &mut 
             let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
             if !key.is_instance_of::<PyString>() {
                 return Err(Failure::wrong_type(format!(
-                    "{at} has the key {key}, of type {}: keys are str",
+                    "{at} has the key {}, of type {}: keys are str",
+                    shown(&key)?,
                     type_of(&key)
                 )));
             }

@@ -57,7 +57,7 @@ mod native {
     #[pymodule_export]
     use crate::{
         array::Array,
-        array_new::{asarray, empty, empty_like},
+        array_new::{asarray, empty, empty_like, zeros},
         client::Client,
         device::PyDevice,
         devices::{activate, device_uuid, devices, same_device},

@@ -19,7 +19,7 @@ use crate::{
     client_put::Entry,
     device::Wanted,
     driver,
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown},
     memory::{Owned, RdmaOption},
     shared::PyMemory,
     signals,
@@ -117,7 +117,7 @@ pub(crate) fn load_safetensors(
     let options = options.rdma(rdma.0);
     let options = if digest { options.digest() } else { options };
     if let Some(progress) = progress.as_ref().filter(|progress| !progress.is_callable()) {
-        return Err(PyTypeError::new_err(format!("progress={} can't be called", progress.repr()?)).into());
+        return Err(PyTypeError::new_err(format!("progress={} can't be called", shown(progress)?)).into());
     }
     let progress = progress.map(Bound::unbind);
     let paths: Vec<PathBuf> = paths.into_iter().map(|FilePath(path)| path).collect();

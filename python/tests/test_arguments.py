@@ -16,28 +16,30 @@ import pytest
 import vmmfd
 
 BROKEN = "\ud800"  # An unpaired surrogate.
+HUGE = 10**5000  # More digits than Python converts to text.
 
 # Values of a wrong type, and bad values of the right type.
-TEXT: Any = ([5, b"x", ["x"]], [BROKEN])
-NAMES: Any = ([5, "x", b"x", [5]], [[BROKEN]])
-NUMBER: Any = ([True, 1.0, "1"], [-1, 1 << 64])
-FLAG: Any = ([1, "yes", [True]], [])
-TIME: Any = (["5", True, [5]], [-1, -0.001, math.nan, 10**400, timedelta(seconds=-1)])
+TEXT: Any = ([5, HUGE, b"x", ["x"]], [BROKEN])
+NAMES: Any = ([5, HUGE, "x", b"x", [5], [HUGE]], [[BROKEN]])
+NUMBER: Any = ([True, 1.0, "1"], [-1, 1 << 64, HUGE, -HUGE])
+FLAG: Any = ([1, HUGE, "yes", [True]], [])
+TIME: Any = (["5", True, [5], np.array([1, 2])], [-1, -0.001, math.nan, HUGE, -HUGE, timedelta(seconds=-1)])
 LIMIT: Any = ([*TIME[0], None], TIME[1])
-MAPPING: Any = ([["a"], 5, {"a": object()}, {5: 5}], [{"a": BROKEN}, {BROKEN: 1}, {"a": math.nan}, {"a": 1 << 70}])
-DEVICE: Any = ([1.5, True, ["0"]], [-1, 1 << 40, "first", BROKEN])
+MAPPING: Any = ([["a"], 5, {"a": object()}, {5: 5}], [{"a": BROKEN}, {BROKEN: 1}, {"a": math.nan}, {"a": 1 << 70}, {"a": HUGE}])
+DEVICE: Any = ([1.5, True, ["0"]], [-1, 1 << 40, HUGE, "first", BROKEN])
 BACKEND: Any = ([5, b"host"], ["gpu", BROKEN])
 PATH: Any = ([5, ["x"]], ["a\0b", BROKEN])
-RDMA: Any = ([5, None], ["no", BROKEN])
-FUNCTION: Any = ([5, "x"], [])
+RDMA: Any = ([5, HUGE, None], ["no", BROKEN])
+FUNCTION: Any = ([5, HUGE, "x"], [])
+PREPARED: Any = ([5, HUGE, None, object()], [])
 MODULE: Any = ([5, {}], [])
 DTYPE: Any = ([5, None, b"f4"], ["float31", BROKEN, np.dtype("S4"), np.dtype([("a", "f4")])])
-SHAPE: Any = ([1.5, "3", None, (1, 2.5)], [-1, (1, -1), 1 << 70])
+SHAPE: Any = ([1.5, "3", None, (1, 2.5)], [-1, (1, -1), 1 << 70, HUGE])
 ARRAY: Any = ([5, object(), None], [np.array([object()]), np.array(["x"])])
 PROMISE: Any = ([1, "yes"], [False])
 
 OPTIONS = {
-    "after": ([5, b"a:5"], ["5", "a:-1", BROKEN]),
+    "after": ([5, HUGE, b"a:5"], ["5", "a:-1", BROKEN]),
     "array": ARRAY,
     "arrays": NAMES,
     "backend": BACKEND,
@@ -72,6 +74,7 @@ OPTIONS = {
     "path": PATH,
     "paths": PATH,
     "prefix": TEXT,
+    "prepared": PREPARED,
     "private": NAMES,
     "progress": FUNCTION,
     "rdma": RDMA,
@@ -84,7 +87,7 @@ OPTIONS = {
     "strict": FLAG,
     "threads": ([True, 1.5, "1"], [0, -1, 10**6, 1 << 70]),
     "timeout": (LIMIT[0], [*TIME[1], 0]),
-    "trust": ([5, [True], ["0"]], [[-1], [1 << 40]]),
+    "trust": ([5, HUGE, "ab", b"ab", bytearray(b"ab"), [True], ["0"], [None]], [[-1], [1 << 40], [HUGE]]),
     "value": ([5, np.ones(3), {5: np.ones(3)}, {"x": object()}], [{}, {"x": np.array([object()])}, {BROKEN: np.ones(3)}]),
     "version": NUMBER,
     "wait": LIMIT,
@@ -96,6 +99,7 @@ OPTIONS = {
 SPECIAL: dict[str, Any] = {
     "Lease.unpark.version": ([True, 1.0], [-1, "oldest"]),
     "empty.dtype": ([5, b"f4"], DTYPE[1]),
+    "zeros.dtype": ([5, b"f4"], DTYPE[1]),
     "Broker.follow.wait": TIME,
     "Broker.watch.wait": TIME,
     "Watch.next.wait": TIME,
@@ -109,7 +113,6 @@ SPECIAL: dict[str, Any] = {
 # Arguments that can be anything, or that another method receives.
 ANY = {
     "Array.__array__.dtype",  # NumPy's.
-    "Lease.switch.prepared",
     "same_device.a",
     "same_device.b",
 }
@@ -136,6 +139,7 @@ class Calls:
             "Broker": (vmmfd.Broker, {"path": broker.path, "backend": "host"}),
             "asarray": (vmmfd.asarray, {"object": np.ones(4), "backend": "host"}),
             "empty": (vmmfd.empty, {"shape": 4, "dtype": "uint8", "backend": "host"}),
+            "zeros": (vmmfd.zeros, {"shape": 4, "dtype": "uint8", "backend": "host"}),
             "empty_like": (vmmfd.empty_like, {"object": np.ones(4), "backend": "host"}),
             "devices": (vmmfd.devices, {}),
             "device_uuid": (vmmfd.device_uuid, {"backend": "host"}),
@@ -171,7 +175,7 @@ class Calls:
             "Lease.pieces": (lease.pieces, {}),
             "Lease.prepare": (lease.prepare, {}),
             "Lease.prepare_async": (later(lease.prepare_async), {}),
-            "Lease.switch": (lambda **options: lease.switch(lease.prepare(version=1), **options), {}),
+            "Lease.switch": (lambda **options: lease.switch(**{"prepared": lease.prepare(version=1), **options}), {}),
             "Lease.park": (lease.park, {}),
             "Lease.unpark": (self.parked.unpark, {}),
             "Lease.state_dict": (lease.state_dict, {}),
@@ -207,7 +211,7 @@ def options_of(call: str) -> list[str]:
 
 
 CALLS = [
-    *("connect", "Broker", "asarray", "empty", "empty_like", "devices", "device_uuid", "serve", "take", "load_safetensors"),
+    *("connect", "Broker", "asarray", "empty", "zeros", "empty_like", "devices", "device_uuid", "serve", "take", "load_safetensors"),
     *(f"Broker.{name}" for name in vars(vmmfd.Broker) | vars(vmmfd.Broker.__mro__[1]) if name[0] != "_" and callable(getattr(vmmfd.Broker, name))),
     *(f"Lease.{name}" for name in vars(vmmfd.Lease) if name[0] != "_" and callable(getattr(vmmfd.Lease, name))),
     *("Array.reinterpret", "Array.writable", "Array.copy_from", "Array.copy_to", "Lease.__getitem__", "Watch.next"),

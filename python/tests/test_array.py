@@ -225,6 +225,62 @@ def test_last_view_frees_memory() -> None:
     assert mapped() == before
 
 
+ON = ["host", pytest.param("cuda", marks=pytest.mark.fake, id="fake"), pytest.param("cuda", marks=pytest.mark.cuda, id="cuda")]
+
+
+@pytest.mark.parametrize("on", ON)
+def test_zeros_are_zeros(on: str) -> None:
+    for shape, dtype in ((9_000_001, "uint8"), ((2, 3), "float32"), ((), "int64"), ((0, 3), "bool")):
+        array = vmmfd.zeros(shape, dtype, backend=on)
+        assert array.tobytes() == bytes(array.nbytes) and array.dtype == dtype and not array.readonly
+    assert vmmfd.zeros(3, backend=on).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("dtype", ["u1", "i4", "f2", "f8", "c8", "?", ">i2"])
+def test_assignment_matches_numpy(on: str, dtype: str) -> None:
+    numbers = np.zeros((4, 5), dtype)
+    array = vmmfd.asarray(numbers, backend=on)
+    values: list[tuple[Any, Any]] = [
+        (..., 3),
+        ((slice(None), 1), True),
+        ((slice(None, None, -2), slice(1, None, 3)), 7.9),
+        (0, [1, 0, 1, 1, 0]),
+        (slice(1, 3), np.arange(5, dtype="f4")),
+        ((3, 4), vmmfd.asarray(np.array(1, "i8"), backend="host")),
+    ]
+    for index, value in values:
+        array[index] = value
+        numbers[index] = value.item() if isinstance(value, vmmfd.Array) else value
+        assert array.tobytes() == numbers.tobytes(), index
+    array[0] = array[1]
+    numbers[0] = numbers[1]
+    assert array.tobytes() == numbers.tobytes()
+    array.fill(5)
+    assert array.tobytes() == np.full_like(numbers, 5).tobytes()
+
+
+@pytest.mark.parametrize("on", ON)
+def test_wrong_assignment_is_refused(on: str) -> None:
+    array = vmmfd.zeros((2, 3), backend=on)
+    for index, value, kind in (((0, 3), 1, IndexError), (0, [1, 2], ValueError), (0, "x", ValueError), (0, object(), TypeError)):
+        with pytest.raises(kind):
+            array[index] = value
+
+
+def test_read_only_memory_is_not_filled(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": np.ones(3)})
+    with broker.get(name) as lease:
+        for array in (lease["x"], lease["x"].writable(never_written=True)):
+            with pytest.raises(vmmfd.Error, match="read-only"):
+                array.fill(2)
+            with pytest.raises(vmmfd.Error, match="read-only"):
+                array[0] = 2
+    with broker.get(name, copy_on_write=True) as lease:
+        lease["x"][:2] = 5
+        assert lease["x"].tolist() == [5, 5, 1]
+
+
 def test_array_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="can't be pickled"):
         pickle.dumps(filled()[0])
@@ -312,7 +368,7 @@ def test_stubs_match_the_module() -> None:
     native = sys.modules["vmmfd._native"]
     there = {name for name in dir(native) if not name.startswith("__")}
     assert there == set(typed), there ^ set(typed)
-    implied = {"__new__", "__doc__", "__module__", "__weakref__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__buffer__", "__release_buffer__"}
+    implied = {"__new__", "__delitem__", "__doc__", "__module__", "__weakref__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__buffer__", "__release_buffer__"}
     implied |= {"__repr__", "__str__", "__eq__", "__hash__", "__enter__", "__exit__", "__reduce__", "__iter__", "__next__", "__annotations__"}
     for name, methods in typed.items():
         kind = getattr(native, name)
@@ -333,6 +389,13 @@ def test_reshape_is_a_view() -> None:
     for wrong in ((5, -1), (23,), (-1, -1), (-2, -12), (0, -1)):
         with pytest.raises(vmmfd.Invalid, match="can't be reshaped"):
             array.reshape(wrong)
+    with pytest.raises(vmmfd.Invalid, match="overflows 64 bits"):
+        array.reshape(1 << 62, 8)
+    for many in (1 << 63, 10**5000):
+        with pytest.raises(vmmfd.Invalid, match="has an integer of more than 64 bits"):
+            array.reshape(many)
+        with pytest.raises(vmmfd.Invalid, match="has an integer of more than 64 bits"):
+            array.transpose(0, many)
     with pytest.raises(vmmfd.Invalid, match="copy"):
         array.T.reshape(24)
     with pytest.raises(TypeError):

@@ -43,7 +43,10 @@ def test_load_into_meta_module(broker: vmmfd.Broker, name: str) -> None:
     again = Net(device="meta")
     broker.load(name, again)
     assert_same(module, again)
-    assert repr(loaded).startswith("<vmmfd.torch.Loaded Net of <vmmfd.Lease: ")
+    assert repr(loaded).startswith(f"<vmmfd.torch.Loaded: {name} version 1, in a Net with ")
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can't be copied or pickled"):
+            duplicate(loaded)
 
 
 def test_ties_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) -> None:

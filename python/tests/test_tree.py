@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
+import threading
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,10 @@ CYCLE += [CYCLE, CYCLE]
 
 class Pair(NamedTuple):
     a: Any
+
+
+class Key(str, Enum):
+    A = "a"
 
 
 def test_nested_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
@@ -55,6 +62,79 @@ def test_leaves_are_exact(broker: vmmfd.Broker, name: str, leaf: Any) -> None:
     with broker.get(name) as lease:
         found = lease.tree()["g"]["v"]
     assert repr(found) == repr(leaf)
+
+
+def test_integers_have_any_size(broker: vmmfd.Broker, name: str) -> None:
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        numbers = [10**5000, -(10**5000) - 1, 10**1000]
+        broker.put(name, {"g": {"x": np.zeros(1)}, "n": numbers})
+        with broker.get(name) as lease:
+            assert lease.tree()["n"] == numbers
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def test_keys_have_no_class(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"g": {Key.A: np.zeros(1)}, "h": {Key.A: {"n": 1}}, Key.A: [np.ones(1)]})
+    with broker.get(name) as lease:
+        tree = lease.tree()
+        assert list(lease) == ["g/a", "a/0"]
+    assert list(tree) == ["g", "h", "a"] and list(tree["g"]) == list(tree["h"]) == ["a"] and type(next(iter(tree["g"]))) is str
+
+
+def put_parts(broker: vmmfd.Broker, name: str, *values: Any) -> None:
+    """Puts the parts `a`, `b` and so on of one version, in this order."""
+    parts = [chr(ord("a") + number) for number in range(len(values))]
+
+    def put(part: str, value: Any) -> None:
+        broker.put(name, value, part=part, parts=parts, group="g", wait=60)
+
+    threads = [threading.Thread(target=put, args=pair) for pair in zip(parts, values)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+X = np.arange(2.0)
+
+
+def test_parts_become_one_value(broker: vmmfd.Broker, name: str) -> None:
+    same = {"step": 3, "nan": math.nan, "list": [1, {"k": 1}], "meta": {"lr": 0.1}, "none": {}}
+    put_parts(broker, name, {"m": {"x": X}, "only": 1, **same}, {"m": {"y": X, "d": {7: X}}, "z": (X, 2), **same, "meta": {"wd": 2**70}})
+    with broker.get(name) as lease:
+        tree = lease.tree(vmmfd.Array.tolist)
+    whole = {"m": {"x": [0, 1], "y": [0, 1], "d": {7: [0, 1]}}, "only": 1, **same, "meta": {"lr": 0.1, "wd": 2**70}, "z": ([0, 1], 2)}
+    assert repr(sorted(tree.items())) == repr(sorted(whole.items())).replace("[0, 1]", "[0.0, 1.0]")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [
+        ({"z": 1}, {"z": 2}, "z"),
+        ({"z": 1}, {"z": True}, "z"),
+        ({"z": {"k": 1}}, {"z": {"k": 1.0}}, "z/k"),
+        ({"z": [1]}, {"z": (1,)}, "z"),
+        ({"z": 1}, {"z": {}}, "z"),
+        ({"z": 1}, {"z": {"k": X}}, "z"),
+        ({"z": {"k": X}}, {"z": 1}, "z"),
+        ({"z": {"k": X}}, {"z": [X]}, "z"),
+        ({"z": X}, {"z": [X]}, "z"),
+        ({"z": [X, 3]}, {"z": X}, "z"),
+        ({"z": {"k": (X, 1)}}, {"z": {"k": [2, X]}}, "z/k"),
+        ({"z": [X, 1]}, {"z": [2, X]}, "z/0"),
+        ({"z": X}, {"z": None}, "z"),
+    ],
+)
+def test_conflicts_of_parts_are_named(broker: vmmfd.Broker, name: str, first: Any, second: Any, place: str) -> None:
+    put_parts(broker, name, {"a": [X], **first}, {"b": [X], **second})
+    with broker.get(name) as lease:
+        with pytest.raises(vmmfd.Invalid) as caught:
+            lease.tree()
+        assert f"the parts 'a' and 'b' have different values at {place!r}" in str(caught.value)
+        assert list(lease.tree(part="a")) == ["a", "z"]
 
 
 def test_order_of_keys_is_kept(broker: vmmfd.Broker, name: str) -> None:
@@ -99,6 +179,17 @@ def test_copies_are_writable(broker: vmmfd.Broker, name: str) -> None:
         assert lease["a"].tolist() == [0, 1, 2]
 
 
+def test_copies_share_one_memory(broker: vmmfd.Broker, name: str) -> None:
+    value = [np.full((2, number), number, "i4") for number in range(100)]
+    broker.put(name, {"l": value, "t": np.arange(6.0).reshape(2, 3).T})
+    with broker.get(name) as lease:
+        before = len(os.listdir("/proc/self/fd"))
+        tree = lease.tree(copy=True)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert [array.tolist() for array in tree["l"]] == [array.tolist() for array in value]
+    assert tree["t"].tolist() == [[0, 3], [1, 4], [2, 5]] and tree["l"][1].address % 256 == 0
+
+
 def test_some_arrays_have_no_other_values(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"a": {"x": np.zeros(4096)}, "b": [np.ones(1)], "n": 1}, copy=True)
     with broker.get(name, arrays=["b/0"]) as lease:
@@ -116,7 +207,7 @@ def test_flat_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
     [
         ({"x": [1, 2], "y": 3}, "there is no array"),
         ({"x": np.ones(1), "y": "\ud800"}, r"a str in value\['y'\] has an unpaired surrogate"),
-        ({"x": np.ones(1), "y": 10**5000}, r"value\['y'\] is an int of 16610 bits"),
+        ({"x": {10**5000: np.ones(1)}}, r"value\['x'\] has a key of 16610 bits"),
         ({"x": np.ones(1), "y": ["z" * 2**20]}, "the numbers and texts of the value need"),
         ({"x": np.ones(1), "y": CYCLE}, "nested more than 32 levels"),
         ({"a": {"b": np.ones(1)}, "a/b": np.ones(1)}, "two arrays"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import struct
 import subprocess
@@ -101,7 +103,10 @@ def test_weights_are_a_mapping(model: Path) -> None:
     with pytest.raises(KeyError):
         weights[0]  # type: ignore[index]
     assert list(weights.keys()) == list(FIRST) and [array.nbytes for array in weights.values()] == [24, 0, 8, 8]
-    assert repr(weights).startswith("<vmmfd.Weights: 4 arrays, ")
+    assert repr(weights).startswith("<vmmfd.Weights: 1.safetensors, 4 arrays, ")
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can't be copied or pickled"):
+            duplicate(weights)
     assert weights.device == weights["w"].device
 
 

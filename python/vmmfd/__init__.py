@@ -28,7 +28,7 @@ from ._errors import (
 from ._follow import Follower
 from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
-from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share, zeros
 from ._reduce import register_reducer
 from ._watch import Watch
 
@@ -76,6 +76,7 @@ __all__ = [
     "serve",
     "share",
     "take",
+    "zeros",
 ]
 
 # Not imported from `typing`, whose import takes longer than this package's.

@@ -14,22 +14,34 @@ _MOST_NAMED = 1024
 # The longest time of the extension, which takes longer ones and `inf` for it.
 _FOREVER = float(2**32 - 1)
 
+# The most characters of an argument in a message.
+_LONGEST_SHOWN = 200
+
 # The types among arrays that a put keeps as they are. A subclass is not: a NumPy scalar is an array.
 PLAIN = (str, int, float, bool, type(None))
+
+
+def shown(value: object) -> str:
+    """Formats an argument for a message: shortened, and only its type if it has no text, as an int of more digits than Python converts."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def names(value: t.Any, what: str) -> list[str]:
     """Returns a list of names. Raises `TypeError` for anything else, including a single str."""
     if isinstance(value, str):
-        raise TypeError(f"{what}={value!r} is a single name: give a list, [{value!r}]")
+        raise TypeError(f"{what}={shown(value)} is a single name: give a list, [{shown(value)}]")
     try:
         listed = list(value)
     except TypeError:
-        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give a list of names") from None
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}: give a list of names") from None
     for name in listed:
         if not isinstance(name, str):
-            raise TypeError(f"{what} has {name!r}, of type {type(name).__name__}: names are str")
-        encoded(name, f"{name!r} in {what}")
+            raise TypeError(f"{what} has {shown(name)}, of type {type(name).__name__}: names are str")
+        encoded(name, f"{shown(name)} in {what}")
     return listed
 
 
@@ -57,13 +69,20 @@ def whole(value: t.Any, what: str, bits: int = 64) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give an integer of at least 0")
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}: give an integer of at least 0")
     number = index(value)
     if number.bit_length() > bits:
         raise Invalid(f"{what} has {number.bit_length()} bits, and at most {bits} are allowed")
     if number < 0:
-        raise Invalid(f"{what}={value!r}: give an integer of at least 0")
+        raise Invalid(f"{what}={shown(value)}: give an integer of at least 0")
     return number
+
+
+def users(value: t.Any, what: str) -> list[int]:
+    """Returns user ids. Raises `TypeError` for anything but integers in a list or another iterable, and `Invalid` for other numbers."""
+    if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}: give a list of user ids")
+    return [needed(whole(uid, what, 32), what) for uid in value]
 
 
 def needed(value: t.Result | None, what: str) -> t.Result:
@@ -84,7 +103,7 @@ def mode(value: t.Any) -> int | None:
 def text(value: t.Any, what: str) -> str:
     """Returns a digest or a part's name. Raises `TypeError` if it is not a str, `Invalid` if it is too long for a broker."""
     if not isinstance(value, str):
-        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give a str")
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}: give a str")
     length = len(encoded(value, what))
     if length > _LONGEST:
         raise Invalid(f"{what} has {length} bytes, and at most {_LONGEST} are allowed")
@@ -96,7 +115,7 @@ def digest(value: t.Any) -> t.Digest | None:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {text(part, "a part in digest"): text(one, f"digest[{part!r}]") for part, one in value.items()}
+        return {text(part, "a part in digest"): text(one, f"digest[{shown(part)}]") for part, one in value.items()}
     if not isinstance(value, str):
         raise TypeError(f"digest has type {type(value).__name__}: give a str, or a mapping of parts to their digests")
     return text(value, "digest")
@@ -108,7 +127,7 @@ def rdma(value: t.Any) -> t.Rdma:
         return value
     if isinstance(value, str) and value == "auto":
         return "auto"
-    raise (Invalid if isinstance(value, str) else TypeError)(f'rdma={value!r} is not "auto", True or False')
+    raise (Invalid if isinstance(value, str) else TypeError)(f'rdma={shown(value)} is not "auto", True or False')
 
 
 def endless(value: t.Time | None) -> t.Time:
@@ -118,7 +137,7 @@ def endless(value: t.Time | None) -> t.Time:
 
 def seconds(value: t.Any, what: str = "wait") -> float:
     """Returns a time in seconds, which is a number or a `timedelta`. Raises `TypeError` for anything else, `Invalid` below 0."""
-    problem = f"{what}={value!r} is not a time: give seconds, at least 0, or a timedelta"
+    problem = f"{what}={shown(value)} is not a time: give seconds, at least 0, or a timedelta"
     if isinstance(value, (bool, str, bytes, bytearray)):
         raise TypeError(problem)
     try:
@@ -136,27 +155,27 @@ def limit(value: t.Any, what: str) -> float:
     """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and as `seconds`, also for None."""
     number = seconds(value, what)
     if number == 0:
-        raise Invalid(f"{what}={value!r} allows no time: give seconds, more than 0, or a timedelta")
+        raise Invalid(f"{what}={shown(value)} allows no time: give seconds, more than 0, or a timedelta")
     return min(number, _FOREVER)
 
 
 def flag(value: object, what: str) -> bool:
     """Returns a flag. Raises `TypeError` for anything but a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give True or False")
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}: give True or False")
     return value
 
 
 def function(value: object, what: str) -> None:
     """Raises `TypeError` for an object that can't be called."""
     if not callable(value):
-        raise TypeError(f"{what}={value!r} has type {type(value).__name__}, which can't be called")
+        raise TypeError(f"{what}={shown(value)} has type {type(value).__name__}, which can't be called")
 
 
 def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
     """Returns the condition of a put: False for a new name, True for any version, or the only version to replace."""
     if not isinstance(replace, bool):
-        raise TypeError(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version")
+        raise TypeError(f"replace={shown(replace)} is neither True nor False: give replace_version= to replace only one version")
     number = whole(replace_version, "replace_version")
     return replace if number is None else number
 
@@ -200,8 +219,8 @@ def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[
             raise Invalid(f"wanted has {twice!r} twice: name each object once")
     for name, given in named.items():
         if not isinstance(given, Mapping):
-            raise TypeError(f"the options of {name!r} have type {type(given).__name__}: give a mapping")
+            raise TypeError(f"the options of {shown(name)} have type {type(given).__name__}: give a mapping")
         unknown = [option for option in given if option not in _EACH]
         if unknown:
-            raise TypeError(f"{name!r} has the option {unknown[0]!r}, which is not one of {', '.join(_EACH)}")
+            raise TypeError(f"{shown(name)} has the option {shown(unknown[0])}, which is not one of {', '.join(_EACH)}")
     return [(name, options(given)) for name, given in named.items()]

@@ -69,8 +69,7 @@ class Broker(Gets):
         wait: t.Time = 1,
         trust: Iterable[int] = (),
     ) -> None:
-        trusted = [_arguments.needed(_arguments.whole(uid, "trust", 32), "trust") for uid in trust]
-        self._native = _native.Client(path, backend, timeout, wait, trusted)
+        self._native = _native.Client(path, backend, timeout, wait, _arguments.users(trust, "trust"))
 
     @property
     def path(self) -> str:
@@ -153,8 +152,8 @@ class Broker(Gets):
         argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
         if a quota or the broker is full.
         """
-        if _arguments.needed(wait, "wait") != 0 and parts is None:
-            raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
+        if _arguments.seconds(wait) != 0 and parts is None:
+            raise Invalid(f"wait={_arguments.shown(wait)} is the time to wait for the other parts: give part, parts and group too, or omit wait")
         _arguments.flag(seal, "seal")
         if copy is not None:
             _arguments.flag(copy, "copy")
@@ -270,7 +269,7 @@ class Broker(Gets):
         if after is None:
             return Watch(self._native.watch(prefix, None), wait)
         if not isinstance(after, str):
-            raise TypeError(f"after={after!r} has type {type(after).__name__}: give a Watch.place")
+            raise TypeError(f"after={_arguments.shown(after)} has type {type(after).__name__}: give a Watch.place")
         instance, _, seq = after.rpartition(":")
         if not instance or not seq.isdecimal() or len(seq) > 20:
             raise Invalid(f"after={after!r} is not a place: give a Watch.place, INSTANCE:NUMBER")

@@ -6,7 +6,7 @@ import struct
 from math import prod
 
 from . import _types as t
-from ._native import Array
+from ._native import Array, asarray
 
 # Names of element types, by NumPy's kind and size.
 _KINDS = {
@@ -15,6 +15,9 @@ _KINDS = {
     **{f"float{8 * size}": f"f{size}" for size in (2, 4, 8)},
     **{f"complex{8 * size}": f"c{size}" for size in (8, 16)},
 }
+# DLPack's number of a host device.
+_CPU = 1
+
 # Their codes for `struct`.
 _CODES = dict(zip("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split(), "?bBhHiIqQefd", strict=True))
 
@@ -27,6 +30,19 @@ def nested(array: Array) -> t.Any:
 def only(array: Array) -> t.Any:
     """Returns the only element."""
     return _flat(array)[0]
+
+
+def assign(array: Array, value: t.Any) -> None:
+    """Sets all elements of a writable array."""
+    import numpy as np
+
+    if array.device.backend == "host":
+        array.numpy()[...] = value
+        return
+    on = getattr(value, "__dlpack_device__", None)
+    if on is None or on()[0] == _CPU:
+        value = asarray(np.full(array.shape, value, array.__numpy_dtype__), device=array.device)
+    array.copy_from(value)
 
 
 def _nest(flat: list[t.Any], shape: tuple[int, ...]) -> t.Any:

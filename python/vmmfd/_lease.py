@@ -70,24 +70,27 @@ class Lease(Closing, Mapping[str, Array]):
         `convert` is called with each `Array`, for example `torch.from_dlpack`, `jax.dlpack.from_dlpack` or `vmmfd.Array.numpy`; without it,
         the leaves are `Array`s. They are the mapped memory, which is read-only unless the lease was got with `copy_on_write`: **a write,
         such as an optimizer's step, kills the process**. With `copy=True` each array is copied, by the `clone` or `copy` of its converted
-        form, and may be written.
+        form, and may be written; without `convert`, the copies share new memory of their device, which lives as long as one of them.
 
-        `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others are missing, and lists are
-        shorter; without the first array of a part, so are its other values. Raises `Invalid` for names that several parts share, and after
-        `close`, and as `convert`."""
+        Several parts become one value: their dicts are merged, and other values of one place must be equal. `part` selects one part. If the
+        lease has only some arrays, the others are missing, and lists are shorter; without the first array of a part, so are its other
+        values. Raises `Invalid`, with the parts and the place, if parts differ there, and after `close`, and as `convert`."""
         _arguments.flag(copy, "copy")
         if convert is not None:
             _arguments.function(convert, "convert")
-        from ._tree import restored
+        from ._tree import copies, restored
 
         def converted(array: Array) -> t.Any:
             made = array if convert is None else convert(array)
-            if not copy:
+            if not copy or convert is None:
                 return made
             return made.clone() if hasattr(made, "clone") else made.copy()
 
-        rows = ((of, name, array, attributes) for of, name, array, attributes, _ in self._native.arrays(part))
-        return restored(rows, converted)
+        rows = self._native.arrays(part)
+        arrays = [row[2] for row in rows]
+        if copy and convert is None:
+            arrays = copies(arrays)
+        return restored(((row[0], row[1], array, row[3]) for row, array in zip(rows, arrays)), converted)
 
     def numpy(self, *, part: str | None = None) -> dict[str, t.Any]:
         """Returns the arrays as NumPy arrays of the same memory, without a copy, nested as they were put: `tree(Array.numpy)`. They are
@@ -198,6 +201,8 @@ class Lease(Closing, Mapping[str, Array]):
         Raises `ExportError` (a `BufferError`) if there are exports and no promise; `Invalid` if the lease is parked, or the version was
         prepared for another layout; `Error` if the driver fails: then the previous version is mapped again, or the lease is parked.
         """
+        if not isinstance(prepared, Prepared):
+            raise TypeError(f"prepared has type {type(prepared).__name__}: give the result of prepare()")
         return Prepared(self._native.switch(prepared._native, _arguments.flag(exports_unused, "exports_unused")))
 
     def park(self, *, keep_lease: bool = False, exports_unused: bool = False) -> None:
@@ -225,7 +230,7 @@ class Lease(Closing, Mapping[str, Array]):
         newest = options.get("version")
         if isinstance(newest, str):
             if newest != "newest":
-                raise Invalid(f"version={newest!r} is neither a number nor \"newest\"")
+                raise Invalid(f"version={_arguments.shown(newest)} is neither a number nor \"newest\"")
             options["version"] = None
         given = _arguments.options(options, "newer_than", "parts", "arrays", "device", "copy_on_write")
         self._client.unpark(self._native, name, given)
@@ -414,7 +419,11 @@ class Loaded:
         return old
 
     def __repr__(self) -> str:
-        return f"<vmmfd.torch.Loaded {type(self.module).__name__} of {self.lease!r}, {len(self.private)} private copies>"
+        lease = repr(self.lease).removeprefix("<vmmfd.Lease: ").removesuffix(">")
+        return f"<vmmfd.torch.Loaded: {lease}, in a {type(self.module).__name__} with {len(self.private)} private copies>"
+
+    def __reduce__(self) -> t.Any:
+        raise TypeError("a Loaded can't be copied or pickled: load the module again")
 
 
 class Claim(Closing):

@@ -142,6 +142,10 @@ class Array:
 
         Raises `IndexError` for an index out of range, `TypeError` for other kinds of index."""
 
+    def __setitem__(self, index: _Index | tuple[_Index, ...], value: Any, /) -> None:
+        """Sets the selected elements, as NumPy does: to a number, or to an array that can be broadcast to their shape. A value on a GPU must
+        have their shape and type. Raises as `__getitem__` and `fill`."""
+
     def __iter__(self, /) -> Iterator[Array]: ...
     def reinterpret(self, dtype: Any, shape: int | Sequence[int] | None = None) -> Array:
         """A view of the same bytes as another element type.
@@ -178,6 +182,11 @@ class Array:
 
         Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
         shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only."""
+
+    def fill(self, value: Any) -> None:
+        """Sets all elements to `value`, converted as NumPy does. Blocks. A GPU gets a copy of an array of this size that is filled in host
+        memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `Denied` or `Error` if the array is read-only;
+        NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`."""
 
     def copy(self) -> Array:
         """Returns a contiguous copy in new shared memory of the same device, writable. Blocks, with the GIL released. Raises as `empty`."""
@@ -313,6 +322,19 @@ def empty_like(object: Any, *, device: _DeviceName | None = None, backend: str |
 
     The arguments are those of `asarray`: `object`, `device` (int, str or `Device`) and `backend` (str or None). Returns an `Array`, in C
     order. Raises as `asarray`."""
+
+def zeros(
+    shape: int | Sequence[int],
+    dtype: Any = "float64",
+    *,
+    device: _DeviceName | None = None,
+    backend: str | None = None,
+    rdma: _Rdma = "auto",
+) -> Array:
+    """Creates an `Array` in new shared memory, filled with zeros.
+
+    The arguments are those of `empty`: `shape` (int, or a sequence of int), `dtype`, `device` (int, str or `Device`), `backend` (str or
+    None) and `rdma`. Blocks, with the GIL released. Raises as `empty`."""
 
 def devices(*, backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.

@@ -47,7 +47,7 @@ def plan(
     arrays = []
     for name, array in value.items():
         if not isinstance(name, str):
-            raise TypeError(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
+            raise TypeError(f"value has the key {_arguments.shown(name)}, of type {type(name).__name__}: array names must be str")
         arrays.append((name, array))
     return [client.plan(arrays, part or _PART, device=device, copy=copy, rdma=rdma)], {}, arrays
 

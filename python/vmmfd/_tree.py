@@ -3,7 +3,8 @@
 Each array of a nested value has a `path` among its attributes: for each level the key of a dict (a str, or `{"int": key}`), the index in a
 list (an int) or in a tuple (`[index]`). The first array also has the `leaves`, the largest containers and plain values without any array:
 a JSON text, since JSON readers may change the order of keys and round large numbers. It lists for each leaf the number of arrays before it,
-its path, and its value, in which `{"dict": [[key, value], ...]}`, `{"tuple": [...]}` and `{"float": "nan"}` stand for what JSON lacks.
+its path, and its value, in which `{"dict": [[key, value], ...]}`, `{"tuple": [...]}`, `{"float": "nan"}` and `{"int": "0xff"}` stand for
+values that JSON lacks, or Python converts only up to some number of digits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from . import _types as t
-from ._arguments import PLAIN
+from ._arguments import PLAIN, shown
 from ._errors import Invalid
+from ._native import Array, Device, Memory
 
 # A level of a path, for JSON.
 Step = t.Any
@@ -26,8 +28,11 @@ _MAX_LEAVES = 960 << 10
 # The most levels of a value.
 _DEEPEST = 32
 
-# Python converts an int of up to 4300 digits to text.
-_MAX_BITS = 14_000
+# The largest int in decimal digits.
+_MAX_BITS = 64
+
+# The alignment of copies, in bytes.
+_ALIGNMENT = 256
 
 
 class Flat:
@@ -79,7 +84,7 @@ def _rows(value: t.Any, path: Path, texts: list[str]) -> list[tuple[Path, list[s
 def _steps(value: t.Any, texts: list[str]) -> Iterable[tuple[Step, t.Any, t.Any]] | None:
     """Returns each member of a container, with its level of a path and its key, or None if the value is no container."""
     if isinstance(value, Mapping):
-        return [(_key(key, texts), key, of) for key, of in value.items()]
+        return [(*_key(key, texts), of) for key, of in value.items()]
     if isinstance(value, tuple):
         if type(value) is not tuple:
             raise Invalid(
@@ -89,12 +94,16 @@ def _steps(value: t.Any, texts: list[str]) -> Iterable[tuple[Step, t.Any, t.Any]
     return [(index, index, of) for index, of in enumerate(value)] if isinstance(value, list) else None
 
 
-def _key(key: object, texts: list[str]) -> Step:
+def _key(key: object, texts: list[str]) -> tuple[Step, str | int]:
+    """Returns the level of a path for a dict's key, and the key without its own class, such as an enum."""
     if isinstance(key, str):
-        return _text(str(key), texts)
-    if type(key) is int:
-        return {"int": _whole(key, texts)}
-    raise TypeError(f"{_shown(texts)} has the key {key!r}, of type {type(key).__name__}: keys are str, and int in nested dicts")
+        text = _text(str.__str__(key), texts)
+        return text, text
+    if type(key) is not int:
+        raise TypeError(f"{_shown(texts)} has the key {shown(key)}, of type {type(key).__name__}: keys are str, and int in nested dicts")
+    if key.bit_length() > _MAX_BITS:
+        raise Invalid(f"{_shown(texts)} has a key of {key.bit_length()} bits, and at most {_MAX_BITS} are allowed: use a str")
+    return {"int": key}, key
 
 
 def _text(text: str, texts: list[str]) -> str:
@@ -103,12 +112,6 @@ def _text(text: str, texts: list[str]) -> str:
     except UnicodeEncodeError:
         raise Invalid(f"a str in {_shown(texts)} has an unpaired surrogate, which is not valid Unicode") from None
     return text
-
-
-def _whole(number: int, texts: list[str]) -> int:
-    if number.bit_length() > _MAX_BITS:
-        raise Invalid(f"{_shown(texts)} is an int of {number.bit_length()} bits, and at most {_MAX_BITS} are allowed: put an array")
-    return number
 
 
 def _shown(texts: list[str]) -> str:
@@ -122,12 +125,16 @@ def _encoded(leaf: t.Any, texts: list[str]) -> t.Any:
             return _text(leaf, texts)
         if isinstance(leaf, float):
             return leaf if math.isfinite(leaf) else {"float": repr(leaf)}
-        return _whole(leaf, texts) if type(leaf) is int else leaf
+        return {"int": hex(leaf)} if type(leaf) is int and leaf.bit_length() > _MAX_BITS else leaf
     inner = [(key, _encoded(of, [*texts, str(key)])) for _, key, of in steps]
     if isinstance(leaf, Mapping):
         return {"dict": inner}
     values = [of for _, of in inner]
     return {"tuple": values} if isinstance(leaf, tuple) else values
+
+
+# The conversions of numbers that JSON has as text.
+_NUMBERS: dict[str, Callable[[str], t.Any]] = {"float": float, "int": lambda text: int(text, 16)}
 
 
 def _decoded(leaf: t.Any) -> t.Any:
@@ -136,15 +143,17 @@ def _decoded(leaf: t.Any) -> t.Any:
     if not isinstance(leaf, dict):
         return leaf
     ((kind, of),) = leaf.items()
-    if kind == "float":
-        return float(of)
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](of)
     return {key: _decoded(of) for key, of in of} if kind == "dict" else tuple(map(_decoded, of))
 
 
 class _Node(dict[t.Any, t.Any]):
-    """A container in progress. `kind` is the type of the finished one."""
+    """A container in progress. `kind` is the type of the finished one, and `parts` has the part that each member is from."""
 
-    kind: type = dict
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.parts: dict[t.Any, str] = {}
 
     def finished(self) -> t.Any:
         items = {key: of.finished() if isinstance(of, _Node) else of for key, of in self.items()}
@@ -154,44 +163,96 @@ class _Node(dict[t.Any, t.Any]):
 def restored(
     rows: Iterable[tuple[str, str, t.Any, dict[str, t.Any] | None]], convert: Callable[[t.Any], t.Any]
 ) -> dict[str, t.Any]:
-    """Returns the nested value of arrays, each given with its part, name and attributes. Raises `Invalid` if two have one name."""
-    root, seen = _Node(), dict[str, str]()
+    """Returns the nested value of arrays, each given with its part, name and attributes. Raises `Invalid` if two parts have different values
+    at one place."""
+    root, seen = _Node(dict), dict[str, str]()
     leaves: list[tuple[int, Path, t.Any]] = []
-    # The number of arrays since the one that has the leaves.
-    count = 0
+    # The number of arrays since the one that has the leaves, and its part.
+    count, of = 0, ""
     for part, name, array, attributes in rows:
         if name in seen:
             raise Invalid(f"the parts {seen[name]!r} and {part!r} both have an array {name!r}: give part={part!r}")
         seen[name] = part
         found = attributes or {}
         if "leaves" in found:
-            _place_all(root, leaves)
-            leaves, count = json.loads(found["leaves"])[::-1], 0
+            _place_all(root, leaves, of)
+            leaves, count, of = json.loads(found["leaves"])[::-1], 0, part
         while leaves and leaves[-1][0] <= count:
-            _place_all(root, [leaves.pop()])
-        _place(root, found.get("path", [name]), convert(array))
+            _place_all(root, [leaves.pop()], of)
+        node, key, path = _member(root, found.get("path", [name]), part)
+        if key in node:
+            raise _conflict(node, key, path, part)
+        node[key], node.parts[key] = convert(array), part
         count += 1
-    _place_all(root, leaves)
+    _place_all(root, leaves, of)
     tree: dict[str, t.Any] = root.finished()
     return tree
 
 
-def _place_all(root: _Node, leaves: list[tuple[int, Path, t.Any]]) -> None:
+def _place_all(root: _Node, leaves: list[tuple[int, Path, t.Any]], part: str) -> None:
     for _, path, leaf in reversed(leaves):
-        _place(root, path, _decoded(leaf))
+        _place(root, path, leaf, part)
 
 
-def _place(node: _Node, path: Path, leaf: t.Any) -> None:
-    for number, step in enumerate(path):
-        kind: type
-        if isinstance(step, dict):
-            kind, key = dict, step["int"]
-        elif isinstance(step, list):
-            kind, key = tuple, step[0]
-        else:
-            kind, key = (list if isinstance(step, int) else dict), step
-        node.kind = kind
-        if number == len(path) - 1:
-            node[key] = leaf
-        else:
-            node = node.setdefault(key, _Node())
+def _place(root: _Node, path: Path, leaf: t.Any, part: str) -> None:
+    node, key, texts = _member(root, path, part)
+    if isinstance(leaf, dict) and "dict" in leaf:
+        # Member by member: other parts may have other members.
+        _child(node, key, dict, texts, part)
+        for inner, of in leaf["dict"]:
+            _place(root, [*path, inner if isinstance(inner, str) else {"int": inner}], of, part)
+    elif key not in node:
+        node[key], node.parts[key] = _decoded(leaf), part
+    elif type(node[key]) not in (*PLAIN, list, tuple) or json.dumps(_encoded(node[key], [])) != json.dumps(leaf):
+        raise _conflict(node, key, texts, part)
+
+
+def _member(root: _Node, path: Path, part: str) -> tuple[_Node, t.Any, list[str]]:
+    """Returns the container of a path's last level, its key there, and the path as text."""
+    levels = [_level(step) for step in path]
+    texts = [str(key) for _, key in levels]
+    node = root
+    for number, (_, key) in enumerate(levels[:-1]):
+        node = _child(node, key, levels[number + 1][0], texts[: number + 1], part)
+    return node, levels[-1][1], texts
+
+
+def _level(step: Step) -> tuple[type, t.Any]:
+    """Returns the type of a container, and the key of its member."""
+    if isinstance(step, dict):
+        return dict, step["int"]
+    return (tuple, step[0]) if isinstance(step, list) else (list if isinstance(step, int) else dict, step)
+
+
+def _child(node: _Node, key: t.Any, kind: type, texts: list[str], part: str) -> _Node:
+    found = node.get(key)
+    if key not in node:
+        found = node[key] = _Node(kind)
+        node.parts[key] = part
+    elif not isinstance(found, _Node) or found.kind is not kind:
+        raise _conflict(node, key, texts, part)
+    return found
+
+
+def _conflict(node: _Node, key: t.Any, texts: list[str], part: str) -> Invalid:
+    return Invalid(f"the parts {node.parts[key]!r} and {part!r} have different values at {'/'.join(texts)!r}: give part={part!r}")
+
+
+def copies(arrays: list[Array]) -> list[Array]:
+    """Returns writable copies of arrays, in one new memory of each device."""
+    devices = [array.device for array in arrays]
+    rooms: dict[Device, int] = {}
+    offsets = []
+    for array, device in zip(arrays, devices):
+        offsets.append(rooms.get(device, 0))
+        rooms[device] = offsets[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memories = {
+        device: Memory(room, backend=device.backend, device=device if device.backend == "cuda" else None)
+        for device, room in rooms.items()
+    }
+    made = []
+    for array, device, offset in zip(arrays, devices, offsets):
+        copy = memories[device].array(array.dtype, array.shape, None, offset)
+        copy.copy_from(array)
+        made.append(copy)
+    return made

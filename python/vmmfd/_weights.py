@@ -68,7 +68,12 @@ class Weights(Mapping[str, Array]):
         return len(self._weights)
 
     def __repr__(self) -> str:
-        return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
+        first, *others = map(os.path.basename, self.files)
+        more = f" and {len(others)} other files" if others else ""
+        return f"<vmmfd.Weights: {first}{more}, {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
+
+    def __reduce__(self) -> t.Any:
+        raise TypeError("Weights can't be copied or pickled: put them, or copy the arrays with dict(weights)")
 
     def _plan(
         self, *, copy: bool | None, device: t.DeviceName | None, rdma: t.Rdma
@@ -83,7 +88,7 @@ class Weights(Mapping[str, Array]):
             if isinstance(device, int) and not isinstance(device, bool)
             else _native.same_device(device, mine)
         ):
-            raise Invalid(f"device={device!r}, but the weights are on {mine}: give device to load_safetensors")
+            raise Invalid(f"device={_arguments.shown(device)}, but the weights are on {mine}: give device to load_safetensors")
         part: _native._PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
