@@ -297,7 +297,7 @@ impl Array {
     /// Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
     ///
     /// Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
-    /// shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only.
+    /// shape or type, and for a copy between a GPU and the host; `PermissionDenied` or `Error` if it is read-only.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check_writable()?;
         let source = source::of(source)?;
@@ -306,8 +306,8 @@ impl Array {
     }
 
     /// Sets all elements to `value`, converted as NumPy does. Blocks. A GPU gets a copy of an array of this size that is filled in host
-    /// memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `Denied` or `Error` if the array is read-only;
-    /// NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`.
+    /// memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `PermissionDenied` or `Error` if the array is
+    /// read-only; NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`.
     fn fill(slf: &Bound<'_, Self>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         slf.get().check_writable()?;
         slf.py().import("vmmfd._elements")?.call_method1("assign", (slf, value))?;

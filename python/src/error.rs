@@ -132,6 +132,9 @@ fn class_of(error: &Error) -> String {
         ErrorClass::Driver | ErrorClass::System => "Error".to_owned(),
         // The state of each object in a fork forbids every call.
         ErrorClass::Forked => "Invalid".to_owned(),
+        ErrorClass::Exists => "AlreadyExists".to_owned(),
+        ErrorClass::Differs => "MismatchError".to_owned(),
+        ErrorClass::Denied => "PermissionDenied".to_owned(),
         class => format!("{class:?}"),
     }
 }

@@ -297,7 +297,7 @@ def test_follow_refuses_another_layout(broker: vmmfd.Broker, name: str) -> None:
     following = broker.follow(name, wait=20)
     next(following)
     broker.put(name, {"x": np.zeros(4)}, replace=True)
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.MismatchError):
         next(following)
 
 

@@ -229,7 +229,7 @@ def test_all_exports_count(broker: vmmfd.Broker, name: str, how: str) -> None:
 def test_misfit_is_listed(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     broker.put(name, {"x": np.zeros(1024, dtype="i4"), "y": np.zeros(3)}, replace=True)
-    with pytest.raises(vmmfd.Differs, match="array `x` is int32 .*, not float32"):
+    with pytest.raises(vmmfd.MismatchError, match="array `x` is int32 .*, not float32"):
         lease.prepare()
     assert lease.version == 1 and lease["x"].dtype == "float32"
 

@@ -283,7 +283,7 @@ def test_flipped_byte_differs(nodes: Nodes) -> None:
     nodes.offer()
     nodes.tell("flip")
     result = nodes.pull()
-    assert failed(result, "Differs"), result
+    assert failed(result, "MismatchError"), result
 
 
 @needs_nixl
@@ -347,7 +347,7 @@ def test_taken_name_is_refused(nodes: Nodes) -> None:
     nodes.offer()
     assert "large" in nodes.pull()
     result = nodes.pull(signal.SIGKILL)
-    assert result["error"] == "Exists"
+    assert result["error"] == "AlreadyExists"
     # No read was in flight.
     assert nodes.source is not None and nodes.source.process.poll() is None
 

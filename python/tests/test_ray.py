@@ -409,8 +409,8 @@ def test_each_pull_of_an_object_is_seen(agent: Any) -> None:
 
 
 def test_other_bytes_are_refused_at_once(agent: Any) -> None:
-    agent._wire = Wire(vmmfd.Differs("other bytes"))
-    with pytest.raises(vmmfd.Differs):
+    agent._wire = Wire(vmmfd.MismatchError("other bytes"))
+    with pytest.raises(vmmfd.MismatchError):
         agent.pull(WANTED, "weights", 60.0, 1.0)
 
 

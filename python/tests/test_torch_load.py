@@ -91,7 +91,7 @@ def test_misfits_are_one_error(broker: vmmfd.Broker, name: str) -> None:
     other.last = nn.Parameter(torch.ones(2, 8, dtype=torch.float16))
     other.other = nn.Linear(1, 1)
     before = {key: value.clone() for key, value in everything(other).items()}
-    with pytest.raises(vmmfd.Differs) as raised:
+    with pytest.raises(vmmfd.MismatchError) as raised:
         broker.load(name, other)
     lines = str(raised.value).splitlines()
     assert lines[0] == f"version 1 of {name!r} does not fit into the Net:"
@@ -138,7 +138,7 @@ def test_switch_under_module(broker: vmmfd.Broker, name: str) -> None:
     assert_same(three, module)
     assert pointers == {key: tensor.data_ptr() for key, tensor in everything(module).items()}
     broker.put(name, {"first": one.first}, replace=True)
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.MismatchError):
         loaded.switch()
     assert_same(three, module)
 
@@ -350,11 +350,11 @@ def test_switch_lists_replaced_tensors(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, make(2), copy=True, replace=True)
     module[0].half()
     module[1].running_mean = torch.zeros(2)
-    with pytest.raises(vmmfd.Differs) as raised:
+    with pytest.raises(vmmfd.MismatchError) as raised:
         loaded.switch()
     assert str(raised.value).splitlines()[1:] == ["- 0.weight", "- 0.bias", "- 1.running_mean"]
     assert loaded.version == 1 and module[2].weight[0, 0] == 1
-    with pytest.raises(vmmfd.Differs, match="0.weight"):
+    with pytest.raises(vmmfd.MismatchError, match="0.weight"):
         loaded.refresh()
     with pytest.raises(TypeError, match="ignore_moved='all' has type str"):
         loaded.switch(ignore_moved="all")  # type: ignore[arg-type]
@@ -385,7 +385,7 @@ def test_attributes_need_existing_tensors(broker: vmmfd.Broker, name: str) -> No
     # An attribute does not become a parameter of another shape, and the reverse.
     broker.put(name, make(w=torch.ones(7)), replace=True)
     module = make(w=nn.Parameter(torch.ones(2)))
-    with pytest.raises(vmmfd.Differs, match=r"w: shape \(7,\), but \(2,\) in the module"):
+    with pytest.raises(vmmfd.MismatchError, match=r"w: shape \(7,\), but \(2,\) in the module"):
         broker.load(name, module)
     assert module.w.shape == (2,)
 
@@ -405,7 +405,7 @@ def test_refused_tensor_leaves_module_unchanged(broker: vmmfd.Broker, name: str)
     broker.put(name, {"a": torch.ones(1), "b": torch.ones(1)})
     module = Stubborn()
     a, b = module.a, module.b
-    with pytest.raises(vmmfd.Differs, match="the Stubborn refuses to set 'b', and is unchanged: no"):
+    with pytest.raises(vmmfd.MismatchError, match="the Stubborn refuses to set 'b', and is unchanged: no"):
         broker.load(name, module)
     assert module.a is a and module.b is b and a == 0
     gc.collect()

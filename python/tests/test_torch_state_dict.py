@@ -42,7 +42,7 @@ def test_state_dict_round_trip(broker: vmmfd.Broker, name: str) -> None:
     for key, tensor in module.state_dict().items():
         assert torch.equal(again[key], tensor), key
     third = Net(device="meta")
-    with pytest.raises(vmmfd.Differs) as raised:
+    with pytest.raises(vmmfd.MismatchError) as raised:
         broker.load(name, third)
     # Tensors in no state_dict are an error if they would remain on the meta device.
     assert "cache: it is on the meta device" in str(raised.value) and "plain: it is" in str(raised.value)
@@ -99,7 +99,7 @@ def test_select_parts_and_arrays(broker: vmmfd.Broker, name: str) -> None:
     other.join()
     with pytest.raises(vmmfd.Invalid, match=r"the parts 'a' and 'b' both have an array 'weight': .* parts=\['b'\]"):
         broker.state_dict(name)
-    with pytest.raises(vmmfd.Differs, match="weight: the parts 'a' and 'b' have it: select one with parts="):
+    with pytest.raises(vmmfd.MismatchError, match="weight: the parts 'a' and 'b' have it: select one with parts="):
         broker.load(name, nn.Linear(1, 1, bias=False))
     assert broker.state_dict(name, parts=["b"])["weight"] == 2
     module = nn.Linear(1, 1, bias=False)
@@ -120,7 +120,7 @@ def test_private_selects_copies(broker: vmmfd.Broker, name: str) -> None:
         found = lease.state_dict(private=["first", "head.weight"])
         assert is_mapped(found["last"], lease) and not is_mapped(found["first"], lease)
         assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr() and not is_mapped(found["head.weight"], lease)
-    with pytest.raises(vmmfd.Differs, match="nosuch: private= names it, but it is not loaded"):
+    with pytest.raises(vmmfd.MismatchError, match="nosuch: private= names it, but it is not loaded"):
         broker.load(name, Net(2), private=["nosuch"])
     with pytest.raises(vmmfd.Invalid, match="private= names 'nosuch', which the object lacks"):
         broker.state_dict(name, private=["nosuch"])
@@ -238,7 +238,7 @@ def test_wrong_table_stays_in_bounds(broker: vmmfd.Broker, name: str) -> None:
                 assert torch.equal(found[f"{at}"], truth[begin // 4 :][:length])
     for dtype in ("float64", "nn", 5, ["float32"]):
         put((0, 16, {"storage_bytes": 64, "torch_dtype": dtype}))
-        with pytest.raises(vmmfd.Differs, match="'0' has type"):
+        with pytest.raises(vmmfd.MismatchError, match="'0' has type"):
             broker.state_dict(name)
 
 
@@ -251,7 +251,7 @@ def test_arrays_of_other_makers(broker: vmmfd.Broker, name: str) -> None:
         assert numpy.array_equal(found["x"].numpy(), whole) and not is_mapped(found["x"], lease)
         assert is_mapped(lease.state_dict(writable_buffers=False)["x"], lease)
     broker.put(name, {"x": numpy.arange(3, dtype=">f4")}, replace=True)
-    with pytest.raises(vmmfd.Differs, match="has type >f4, which PyTorch"):
+    with pytest.raises(vmmfd.MismatchError, match="has type >f4, which PyTorch"):
         broker.state_dict(name)
 
 

@@ -274,4 +274,4 @@ def test_environment_selects_the_backend(socket: str, monkeypatch: pytest.Monkey
 
 
 def test_exceptions_name_the_package() -> None:
-    assert f"{vmmfd.Exists.__module__}.{vmmfd.Exists.__qualname__}" == "vmmfd.Exists"
+    assert f"{vmmfd.AlreadyExists.__module__}.{vmmfd.AlreadyExists.__qualname__}" == "vmmfd.AlreadyExists"

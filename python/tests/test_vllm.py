@@ -217,7 +217,7 @@ def check(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: _conte
         _vllm_object.check_key(_vllm_object.Found(broker, name, lease, key, contents, 0))
 
 
-def differing(error: pytest.ExceptionInfo[vmmfd.Differs]) -> set[str]:
+def differing(error: pytest.ExceptionInfo[vmmfd.MismatchError]) -> set[str]:
     """The fields that an error names."""
     listed = re.search(r"does not fit this engine \((.*)\)\. Choose another name, or remove it with `vmmfd rm ", str(error.value), re.DOTALL)
     assert listed, error.value
@@ -239,7 +239,7 @@ def test_changed_field_is_refused_and_named(
     publish(broker, name, key_of(config), contents.record())
     check(broker, name, key_of(config), contents)
     CHANGES[field](config, monkeypatch)
-    with pytest.raises(vmmfd.Differs) as raised:
+    with pytest.raises(vmmfd.MismatchError) as raised:
         check(broker, name, key_of(config), contents)
     # Fields of mappings are named, and the config has the architectures too.
     named = {each.partition(".")[0] for each in differing(raised)}
@@ -253,12 +253,12 @@ def test_changed_contents_are_refused_and_named(broker: vmmfd.Broker, name: str,
     with open(checkpoint / "model-2.safetensors", "r+b") as file:
         file.seek(1999)
         file.write(b"c")
-    with pytest.raises(vmmfd.Differs, match="contents: model-2.safetensors has other bytes") as raised:
+    with pytest.raises(vmmfd.MismatchError, match="contents: model-2.safetensors has other bytes") as raised:
         check(broker, name, key_of(config), _contents.Contents(str(checkpoint)))
     assert differing(raised) == {"contents"}
     # All that differs is in one error.
     config.model_config.dtype = "float16"
-    with pytest.raises(vmmfd.Differs) as raised:
+    with pytest.raises(vmmfd.MismatchError) as raised:
         check(broker, name, key_of(config), _contents.Contents(str(checkpoint)))
     assert differing(raised) == {"contents", "dtype"}
 
@@ -305,7 +305,7 @@ RECORDED = {"key": {}, "contents": RECORD, "none": [], "reshaped": [], "state": 
 )  # fmt: skip
 def test_object_of_another_maker_is_refused(broker: vmmfd.Broker, name: str, metadata: dict[str, Any]) -> None:
     broker.put(name, {"weight": vmmfd.empty((4,), "float32", backend="host")}, metadata=metadata)
-    with pytest.raises(vmmfd.Differs, match="was not published by load format vmmfd: choose another name"):
+    with pytest.raises(vmmfd.MismatchError, match="was not published by load format vmmfd: choose another name"):
         check(broker, name, {}, _contents.Contents("/absent"))
 
 

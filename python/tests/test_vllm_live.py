@@ -113,13 +113,13 @@ def test_refused_version_leaves_old_one(start: Callable[..., Any], broker: vmmfd
         same = {key: lease[key] for key in lease}
         broker.put(of, {key: vmmfd.asarray(array, backend="host") for key, array in same.items()}, replace=True)
         del same
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.MismatchError):
         update(started)
     with engine.next_version(broker, of, version=1) as version:
         recorded = version._metadata["vllm"]
         recorded["backends"] = {"other": 1}
         version.put(replace_version=2)
-    with pytest.raises(vmmfd.Differs, match=r"version 3 .* not made from the engine's version 1 \(different: backends\)"):
+    with pytest.raises(vmmfd.MismatchError, match=r"version 3 .* not made from the engine's version 1 \(different: backends\)"):
         update(started)
     assert describe(started.model) == before
 
@@ -127,7 +127,7 @@ def test_refused_version_leaves_old_one(start: Callable[..., Any], broker: vmmfd
 def test_only_updating_engines_take_updates(start: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     start()
     train(broker, name, 1.0)
-    with pytest.raises(vmmfd.Differs, match="a trainer has changed them, and this engine was started without --weight-transfer-config"):
+    with pytest.raises(vmmfd.MismatchError, match="a trainer has changed them, and this engine was started without --weight-transfer-config"):
         start(updates=False)
     assert describe(start().model)
 
@@ -146,7 +146,7 @@ def test_trainers_do_not_overwrite_each_other(start: Callable[..., Any], broker:
     update(started)
     assert describe(started.model) == before
     broker.put(f"{name}/plain", {"x": vmmfd.empty(3, "float32", backend="host")})
-    with pytest.raises(vmmfd.Differs, match="not published by load format vmmfd"):
+    with pytest.raises(vmmfd.MismatchError, match="not published by load format vmmfd"):
         engine.next_version(broker, f"{name}/plain")
 
 
@@ -176,7 +176,7 @@ def test_ranks_get_one_version(objects: list[str], broker: vmmfd.Broker, name: s
     versions.close()
     assert [broker.stat(each).summary.version for each in objects] == [3, 3]
     engine.next_version(broker, objects[1]).put()
-    with pytest.raises(vmmfd.Differs, match="newest versions differ .*remove the objects and restart"):
+    with pytest.raises(vmmfd.MismatchError, match="newest versions differ .*remove the objects and restart"):
         engine.next_versions(broker, name)
 
 
@@ -240,7 +240,7 @@ def test_sleeper_may_wake_with_newest(start: Callable[..., Any], broker: vmmfd.B
     assert torch.equal(started.model.layers[0].scale, other.model.layers[0].scale + 1)
     started.sleep.suspend()
     broker.put(object_of(name), {"x": vmmfd.empty(3, "float32", backend="host")}, replace=True)
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.MismatchError):
         started.sleep.resume()
     live = _vllm_live.of(started.model)
     assert live is not None and live._lease.is_parked

@@ -310,12 +310,12 @@ def test_mismatch_never_loads_from_disk(one: Callable[..., Any], broker: vmmfd.B
     load(one())
     config = one(on_unsupported="load")
     config.model_config.dtype = torch.float16
-    with refused(vmmfd.Differs, "dtype: 'torch.bfloat16' in the object, 'torch.float16' here"):
+    with refused(vmmfd.MismatchError, "dtype: 'torch.bfloat16' in the object, 'torch.float16' here"):
         load(config)
-    with refused(vmmfd.Differs, "dtype"):
+    with refused(vmmfd.MismatchError, "dtype"):
         get_model_loader(config.load_config).get_external_weight_memory(config)
     (folder / "model.safetensors").write_bytes(b"WEIGHTS")
-    with refused(vmmfd.Differs, "contents: model.safetensors has other bytes"):
+    with refused(vmmfd.MismatchError, "contents: model.safetensors has other bytes"):
         load(one())
     gc.collect()
     assert vmmfd._native._settle(10) and not broker.who(name).leases
@@ -330,7 +330,7 @@ def test_missing_broker_is_named(one: Callable[..., Any], tmp_path: Path, monkey
 def test_other_limits_are_refused(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     """A buffer of the maker's size would be too small for the engine's tokens."""
     load(one())
-    with refused(vmmfd.Differs, r"picked: attribute \(8, 2\) of torch.int32 in the object, attribute \(16, 2\) of torch.int32 here"):
+    with refused(vmmfd.MismatchError, r"picked: attribute \(8, 2\) of torch.int32 in the object, attribute \(16, 2\) of torch.int32 here"):
         load(one(lambda: Model(tokens=16)))
     gc.collect()
     assert vmmfd._native._settle(10) and not broker.who(name).leases
@@ -345,7 +345,7 @@ def test_other_modules_are_refused(one: Callable[..., Any]) -> None:
         del model.embed
         return model
 
-    with refused(vmmfd.Differs, r"lacks the submodules for arrays of .*\n- embed\.weight"):
+    with refused(vmmfd.MismatchError, r"lacks the submodules for arrays of .*\n- embed\.weight"):
         load(one(smaller))
 
 
@@ -360,7 +360,7 @@ def test_other_backends_are_refused(one: Callable[..., Any]) -> None:
         method.scaled = OtherKernel()
         return Model(method=method)
 
-    with refused(vmmfd.Differs, r"other backends \(Method OtherKernel in 0 layers of the object, 1 here; Method ScaledKernel in 2 layers"):
+    with refused(vmmfd.MismatchError, r"other backends \(Method OtherKernel in 0 layers of the object, 1 here; Method ScaledKernel in 2 layers"):
         load(one(make))
 
 
@@ -431,7 +431,7 @@ def test_tensors_in_lists_are_refused(one: Callable[..., Any]) -> None:
         return model
 
     load(one(make))
-    with refused(vmmfd.Differs, r"tensors in lists or dicts, which cannot be shared:\n- layers\.0\.tables"):
+    with refused(vmmfd.MismatchError, r"tensors in lists or dicts, which cannot be shared:\n- layers\.0\.tables"):
         load(one(make))
 
 

@@ -35,7 +35,7 @@ def connect(
     Blocks until the broker answers. Ctrl-C interrupts it. While a call waits longer than a second for a broker, now or after the broker's
     death, the logger `vmmfd` (see `logging`) gets one warning: the path, and how long the call waits.
 
-    Raises `NotFound` if no broker listens within `wait`, `Denied` if this user may not connect or the broker runs as an untrusted
+    Raises `NotFound` if no broker listens within `wait`, `PermissionDenied` if this user may not connect or the broker runs as an untrusted
     user, `Disconnected` if the process at the other end is not a broker, `Invalid` for an invalid argument.
     """
     return Broker(path, backend=backend, timeout=timeout, wait=wait, trust=trust)
@@ -147,10 +147,10 @@ class Broker(Gets):
         Blocks until all work on the device is done and the broker has answered. It synchronises the device's primary context, which
         invalidates any CUDA graph capture in progress there in this process: put before or after a capture.
 
-        Raises `Exists` if the name is taken, `Differs` if the current version is not the one to replace, `Denied` if another user owns the
-        name, `ExportError` (a `BufferError`) if `copy=False` would need a copy or such views prevent `seal=True`, `Invalid` for an invalid
-        argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
-        if a quota or the broker is full.
+        Raises `AlreadyExists` if the name is taken, `MismatchError` if the current version is not the one to replace, `PermissionDenied` if
+        another user owns the name, `ExportError` (a `BufferError`) if `copy=False` would need a copy or such views prevent `seal=True`,
+        `Invalid` for an invalid argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts
+        are missing, and `Error` if a quota or the broker is full.
         """
         if _arguments.seconds(wait) != 0 and parts is None:
             raise Invalid(f"wait={_arguments.shown(wait)} is the time to wait for the other parts: give part, parts and group too, or omit wait")
@@ -285,7 +285,7 @@ class Broker(Gets):
 
     def delete(self, name: str) -> None:
         """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Raises `NotFound` if
-        there is no such name, `Denied` if another user owns it."""
+        there is no such name, `PermissionDenied` if another user owns it."""
         self._native.delete(name)
 
     def on_lost(self, call: Callable[[Lost], object]) -> Callable[[Lost], object]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from . import _native
 from . import _types as t
-from ._errors import Differs, Error, Invalid, Unsupported
+from ._errors import Error, Invalid, MismatchError, Unsupported
 from ._lease import Lease
 
 # The format of offers. A reader of another format refuses them.
@@ -135,7 +135,7 @@ class Copy:
                 yield kind, here + start, self.device, there + start, self._their_device, min(PIECE, size - start)
 
     def finish(self, name: str) -> bool:
-        """Seals the memory. Returns whether its digest was compared. Raises `Differs`."""
+        """Seals the memory. Returns whether its digest was compared. Raises `MismatchError`."""
         for memory in self.memories:
             if self.backend == "host":
                 memory.seal()
@@ -143,7 +143,7 @@ class Copy:
             return False
         found = _native.digest_of(self.memories)
         if found != self.digest:
-            raise Differs(
+            raise MismatchError(
                 f"part {self.name!r} of {name!r} has the digest {found}, not its maker's {self.digest}: the source's memory was written to "
                 "after the put, or the transfer is broken",
                 kind="object",

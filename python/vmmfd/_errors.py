@@ -1,4 +1,7 @@
-"""The exceptions of this package: each derives from `Error` and from the matching built-in exception."""
+"""The exceptions of this package: each derives from `Error` and from the matching built-in exception.
+
+A name says what went wrong, as an adjective, or as a noun; a noun that does not say so alone ends in `Error`.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +49,17 @@ class NoArray(NotFound, KeyError):
     """The object has no such array or part, or it was not requested."""
 
 
-class Exists(Error, FileExistsError):
+class AlreadyExists(Error, FileExistsError):
     """The name is taken."""
 
     _errno = EEXIST
 
 
-class Differs(Error, ValueError):
+class MismatchError(Error, ValueError):
     """The object differs from the expected one."""
 
 
-class Denied(Error, PermissionError):
+class PermissionDenied(Error, PermissionError):
     """This user lacks permission."""
 
     _errno = EACCES

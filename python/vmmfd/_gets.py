@@ -47,9 +47,9 @@ class Gets(Closing):
         With `copy_on_write=True` the arrays are writable and the writes private to this process, as with `torch.load(mmap=True)`: the
         kernel copies each page at its first write. `switch` and `park` discard the writes. Host backend only.
 
-        Raises `NotFound` if there is no such object, `Timeout` if none appeared in time, `Differs` if it is not as expected, `Denied`,
-        `Invalid`, and `Unsupported` if no device of this process can access it, or for `copy_on_write` with GPU memory, which CUDA cannot
-        map this way.
+        Raises `NotFound` if there is no such object, `Timeout` if none appeared in time, `MismatchError` if it is not as expected,
+        `PermissionDenied`, `Invalid`, and `Unsupported` if no device of this process can access it, or for `copy_on_write` with GPU memory,
+        which CUDA cannot map this way.
         """
         options = {
             "version": version,

@@ -51,6 +51,6 @@ def take(
     `readonly=False` maps it writable: both processes then see each other's writes.
 
     Memory without an array description arrives as `uint8`. Contents are not checked. Raises `Timeout` if no process serves there in time,
-    `NotFound` with `wait=0`, `Disconnected` if the process is silent or gone, `Denied`, `Invalid`.
+    `NotFound` with `wait=0`, `Disconnected` if the process is silent or gone, `PermissionDenied`, `Invalid`.
     """
     return _native._take(path, device, backend, readonly, wait)

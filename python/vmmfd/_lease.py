@@ -174,7 +174,7 @@ class Lease(Closing, Mapping[str, Array]):
         have more. `wait` is how long to wait for the version, in seconds or a `timedelta`; the other options are as for `Broker.get`.
         Blocks for the driver calls too.
 
-        Raises `Differs` with a list of the differences, and as `Broker.get`.
+        Raises `MismatchError` with a list of the differences, and as `Broker.get`.
         """
         if options.get("version") is None and options.get("newer_than") is None and name is None:
             options["newer_than"] = self.version
@@ -260,8 +260,8 @@ class Lease(Closing, Mapping[str, Array]):
         `everything=True` adds the tensors that a `state_dict` omits: non-persistent buffers, and tensors that are plain attributes of
         modules.
 
-        Raises `Differs` for a type that PyTorch lacks, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for names
-        that several parts share, and for an unknown name in `private`."""
+        Raises `MismatchError` for a type that PyTorch lacks, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
+        names that several parts share, and for an unknown name in `private`."""
         from .torch._get import _state_dict
 
         return _state_dict(self, writable_buffers=writable_buffers, everything=everything, module=module, private=private)
@@ -281,8 +281,8 @@ class Lease(Closing, Mapping[str, Array]):
         write there, and kills the process. Copies of more than 64 MiB cause a warning. If the lease was got with `copy_on_write`, all
         tensors are the memory itself and writable.
 
-        Raises `Differs` with a list of all mismatched names, types and shapes; the module is then unchanged. `strict=False` ignores names
-        that only one side has, except attributes that would remain on the meta device."""
+        Raises `MismatchError` with a list of all mismatched names, types and shapes; the module is then unchanged. `strict=False` ignores
+        names that only one side has, except attributes that would remain on the meta device."""
         from .torch._module import _load
 
         return Loaded(self, into, _load(self, into, strict=strict, writable_buffers=writable_buffers, private=private))
@@ -368,7 +368,7 @@ class Loaded:
         there are lost. Does not wait: the copies are ordered on PyTorch's current stream. If the module was loaded with `copy_on_write`,
         only the tensors named in `private` are refreshed; writes to its other tensors are kept.
 
-        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced,
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.MismatchError` as `switch` if tensors were replaced,
         unless `ignore_moved=True`."""
         if self.lease.is_closed:
             raise Invalid("the lease is closed: load the module again")
@@ -403,9 +403,9 @@ class Loaded:
         driver calls. Tensors, views and captured CUDA graphs then have the new version's values, and so do the private copies, unless
         `refresh` is false. The caller promises that no other thread or stream uses the module during the call (`exports_unused`).
 
-        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `ignore_moved=True`, also
-        raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
-        new version would not reach the replacements.
+        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.MismatchError` for a version of another layout. Unless `ignore_moved=True`,
+        also raises `vmmfd.MismatchError`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or
+        `to()`: the new version would not reach the replacements.
         """
         from .torch._module import _check_moved
 

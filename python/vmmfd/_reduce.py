@@ -7,7 +7,7 @@ from _thread import allocate_lock
 from . import _native
 from . import _types as t
 from ._broker import Broker, connect
-from ._errors import Differs, Invalid
+from ._errors import Invalid, MismatchError
 from ._lease import Lease
 from ._native import Array
 
@@ -26,7 +26,8 @@ def register_reducer() -> None:
     in the sender, with the start method `spawn` or `forkserver` (nothing of this package works in a fork).
 
     It changes only `multiprocessing`'s pickler: `pickle.dumps` still refuses these objects. Raises nothing; calling it twice does nothing.
-    Unpickling raises `NotFound` if there is no broker or the version is gone, and `Differs` if the name now belongs to another object.
+    Unpickling raises `NotFound` if there is no broker or the version is gone, and `MismatchError` if the name now belongs to another
+    object.
     """
     from multiprocessing.reduction import ForkingPickler
 
@@ -99,8 +100,8 @@ def _array(
     return lease.view(piece[0], *view)
 
 
-def _another(name: str, version: int) -> Differs:
-    return Differs(
+def _another(name: str, version: int) -> MismatchError:
+    return MismatchError(
         f"version {version} of {name!r} is not the object that was sent: its name was deleted and put again",
         kind="object",
     )

@@ -118,8 +118,8 @@ def load_safetensors(
     Blocks without the GIL. In the main thread Ctrl-C interrupts it, as does an exception from `progress`; the memory is then freed. On a
     GPU, no stream of this process may be in a graph capture: a copy invalidates the capture.
 
-    Raises `NotFound` for a path that does not exist, `Denied` if it may not be read, `Invalid` for a file of another format, with wrong
-    tensor offsets (overlapping, out of range, or with gaps), with duplicate tensors, or changed during the call, `OutOfMemory`, and
+    Raises `NotFound` for a path that does not exist, `PermissionDenied` if it may not be read, `Invalid` for a file of another format, with
+    wrong tensor offsets (overlapping, out of range, or with gaps), with duplicate tensors, or changed during the call, `OutOfMemory`, and
     `Unsupported` if the device cannot share memory, or lacks the support that `rdma=True` requires.
     """
     if isinstance(paths, (str, os.PathLike)):

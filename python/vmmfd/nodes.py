@@ -15,7 +15,7 @@ from . import _types as t
 from ._broker import Broker
 from ._closing import Closing
 from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value, layouts, origin
-from ._errors import Disconnected, Error, Exists, Invalid, NotFound, Timeout, Unsupported
+from ._errors import AlreadyExists, Disconnected, Error, Invalid, NotFound, Timeout, Unsupported
 from ._lease import Lease
 from .records import Record
 
@@ -126,9 +126,9 @@ class Node(Closing):
         of which four are read at a time. Several threads can pull at once. NIXL reports nothing about a source that is stopped or cut off,
         so `stall` is the time after which the pull gives up. After an error this process holds no memory, name or registration of the pull.
 
-        Raises `Timeout` for both limits; `Disconnected` if the source is gone or has withdrawn the offer; `Differs` if the bytes do not
-        have the maker's digest; `Exists` if the name is taken; `Unsupported` if this machine can't allocate segments of these sizes;
-        `Invalid` for bytes that are no offer and for limits of 0 or less; and as `Broker.put`.
+        Raises `Timeout` for both limits; `Disconnected` if the source is gone or has withdrawn the offer; `MismatchError` if the bytes do
+        not have the maker's digest; `AlreadyExists` if the name is taken; `Unsupported` if this machine can't allocate segments of these
+        sizes; `Invalid` for bytes that are no offer and for limits of 0 or less; and as `Broker.put`.
         """
         ends, stall = monotonic() + _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
         parsed = Offer(offer)
@@ -187,12 +187,12 @@ class Node(Closing):
         return found or {"id": lease.id, "version": lease.version, "node": self.name}
 
     def _check_free(self, name: str) -> None:
-        """Raises `Exists` before the transfer. The put has the final say."""
+        """Raises `AlreadyExists` before the transfer. The put has the final say."""
         try:
             self._broker.stat(name)
         except NotFound:
             return
-        raise Exists(f"{name!r} exists: give another name, or replace=True to add a version", kind="object")
+        raise AlreadyExists(f"{name!r} exists: give another name, or replace=True to add a version", kind="object")
 
     def _read(self, offer: Offer, copies: list[Copy], ends: float, stall: float) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 
 from . import _arguments, _native
 from ._broker import Broker
-from ._errors import Differs, Disconnected, Invalid, NotFound
+from ._errors import Disconnected, Invalid, MismatchError, NotFound
 from ._lease import Claim, Lease
 from ._native import Array
 from ._ray_agent import _ANSWER, _PREFIX, _agent, _alive, _answer, _ask, _broker, _copy, _named, _Object
@@ -58,8 +58,8 @@ def register(*, linger: float | timedelta = 600, stall: float | timedelta = 10) 
     a read to `RAY_rdt_fetch_fail_timeout_milliseconds`, 60 s by default: `pull` larger objects by name first.
 
     Does not block. A second call does nothing: the first call's values remain. Reads raise `vmmfd.NotFound` if no node has the object any
-    more, `vmmfd.Timeout` or `vmmfd.Disconnected` after the last try, and `vmmfd.Differs` if the bytes that arrived have another digest.
-    Raises `Invalid` if a limit is not a time of more than 0.
+    more, `vmmfd.Timeout` or `vmmfd.Disconnected` after the last try, and `vmmfd.MismatchError` if the bytes that arrived have another
+    digest. Raises `Invalid` if a limit is not a time of more than 0.
     """
     # Ray sends the class to the actors by value, with these limits.
     limits = {"linger": _arguments.limit(linger, "linger"), "stall": _arguments.limit(stall, "stall"), "__module__": __name__}
@@ -89,8 +89,8 @@ def pull(
     becomes the name's new version. Nodes that received it are sources for the rest.
 
     Blocks until all nodes have it or one failed, at most `deadline`, in seconds or a `timedelta`; `stall` is as for `register`. Raises
-    `Timeout` at the deadline, `NotFound` if no node has it, `Differs` if the caller's node has none and the others have different objects,
-    `Invalid` if a limit is not a time of more than 0, and the first node's error. Other nodes keep their copies.
+    `Timeout` at the deadline, `NotFound` if no node has it, `MismatchError` if the caller's node has none and the others have different
+    objects, `Invalid` if a limit is not a time of more than 0, and the first node's error. Other nodes keep their copies.
     """
     limit, stall = _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
     here = ray.get_runtime_context().get_node_id()
@@ -101,7 +101,7 @@ def pull(
             raise NotFound(f"no node's broker has {name!r}{'' if version is None else f' version {version}'}: put it on one", kind="object")
         if len(found) > 1:
             places = ", ".join(each.node for each in found.values())
-            raise Differs(f"the nodes {places} have different objects named {name!r}: call pull on the right node", kind="object")
+            raise MismatchError(f"the nodes {places} have different objects named {name!r}: call pull on the right node", kind="object")
         wanted = next(iter(found.values()))
     started = agents(nodes)
     calls = [agent.pull.options(concurrency_group="pull").remote(wanted, name, limit, stall) for agent in started.values()]

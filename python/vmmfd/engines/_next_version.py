@@ -8,7 +8,7 @@ from typing import Any
 from .. import _native
 from .._closing import Closing
 from .._copies import Copy, Value, layouts
-from .._errors import Differs, Invalid, NotFound
+from .._errors import Invalid, MismatchError, NotFound
 from ..torch._base import _torch
 
 # The GPU and the ranks, which an engine appends to the name of its object.
@@ -28,7 +28,7 @@ class NextVersion(Closing):
             self.name: str = lease.name
             self._base, self._metadata = lease.version, lease.metadata
             if not isinstance(self._metadata.get("vllm"), dict):
-                raise Differs(f"{name!r} was not published by load format vmmfd: give the name of an engine's object")
+                raise MismatchError(f"{name!r} was not published by load format vmmfd: give the name of an engine's object")
             for part in layouts(lease):
                 copy = Copy({**part, "digest": None}, part["device"])
                 self._copies.append(copy)
@@ -45,8 +45,8 @@ class NextVersion(Closing):
     def put(self, **options: Any) -> Any:
         """Puts the tensors' values as the next version, with the options of `Broker.put`, and closes. Waits for the device's work.
 
-        Drop all other references to the tensors first: on host memory they keep the put from sealing it (`BufferError`). Raises `Exists` if
-        another version was put since the copy was made, and as `Broker.put`.
+        Drop all other references to the tensors first: on host memory they keep the put from sealing it (`BufferError`). Raises
+        `AlreadyExists` if another version was put since the copy was made, and as `Broker.put`.
         """
         if not self._copies:
             raise Invalid("the next version is put or closed: make another with next_version")
@@ -95,7 +95,7 @@ class NextVersions(Closing):
         """Puts the next version of each object as `NextVersion.put` does, and returns its number.
 
         If a put fails, engines continue to find the old version as the newest, and another call puts the remaining objects. Raises
-        `Differs` if another program has put a version of some of the objects meanwhile."""
+        `MismatchError` if another program has put a version of some of the objects meanwhile."""
         for version in self.objects.values():
             if version.number is None:
                 version.put(**options)
@@ -115,7 +115,7 @@ class NextVersions(Closing):
 def _require_one_number(versions: dict[str, Any]) -> int:
     if len(set(versions.values())) > 1:
         newest = ", ".join(f"{name} version {version}" for name, version in versions.items())
-        raise Differs(f"the ranks' newest versions differ ({newest}), and engines need one number: remove the objects and restart the engines")
+        raise MismatchError(f"the ranks' newest versions differ ({newest}), and engines need one number: remove the objects and restart the engines")
     number: int = next(iter(versions.values()))
     return number
 

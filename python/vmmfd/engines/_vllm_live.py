@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from .._errors import Differs
+from .._errors import MismatchError
 from ..torch._module import _refresh
 from . import _vllm_ranks as ranks
 from ._vllm_object import Found, record_of
@@ -121,11 +121,11 @@ class Live:
             raise
 
     def _check(self, metadata: Any, version: int) -> None:
-        """Raises `Differs` unless a version was made from one of this object."""
+        """Raises `MismatchError` unless a version was made from one of this object."""
         theirs, ours = record_of(self._found, metadata), self._found.recorded
         fields = [field for field in sorted(theirs.keys() | ours.keys()) if theirs.get(field) != ours.get(field) and field != "updated"]
         if fields:
-            raise Differs(
+            raise MismatchError(
                 f"version {version} of {self._found.name!r} was not made from the engine's version {self._lease.version} (different: "
                 f"{', '.join(fields)}): make it with vmmfd.engines.vllm.next_version"
             )

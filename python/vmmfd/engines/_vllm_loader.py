@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 import vmmfd
 
-from .._errors import Differs, Error, NotFound, Timeout, Unsupported
+from .._errors import Error, MismatchError, NotFound, Timeout, Unsupported
 from ..torch import _exact, pool
 from . import _state, _vllm_live
 from . import _vllm_ranks as ranks
@@ -163,7 +163,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         only."""
         try:
             return self._attach(found, arguments)
-        except Differs:
+        except MismatchError:
             raise
         except Exception as error:
             found.held.close()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from .._errors import Differs, Unsupported
+from .._errors import MismatchError, Unsupported
 
 
 def unshareable(vllm_config: Any) -> str | None:
@@ -43,14 +43,14 @@ def check_methods(model: Any) -> None:
 
 
 def check_backends(name: str, theirs: dict[str, Any], ours: dict[str, int]) -> None:
-    """Raises `Differs` unless the model's backends, which determine the layout of weights, are those of the object's maker."""
+    """Raises `MismatchError` unless the model's backends, which determine the layout of weights, are those of the object's maker."""
     fields = [
         f"{backend} in {theirs.get(backend, 0)} layers of the object, {ours.get(backend, 0)} here"
         for backend in sorted(theirs.keys() | ours.keys())
         if theirs.get(backend) != ours.get(backend)
     ]
     if fields:
-        raise Differs(f"{name!r} was made with other backends ({'; '.join(fields)}): start both engines with the same options and environment")
+        raise MismatchError(f"{name!r} was made with other backends ({'; '.join(fields)}): start both engines with the same options and environment")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from .._errors import Differs
+from .._errors import MismatchError
 from . import _state
 from ._contents import Contents, is_record
 from ._vllm_key import flat
@@ -31,7 +31,7 @@ class Found:
 
 
 def record_of(found: Found, metadata: Any) -> dict[str, Any]:
-    """Returns the maker's record in a version's metadata. Raises `Differs` if another kind of program made it."""
+    """Returns the maker's record in a version's metadata. Raises `MismatchError` if another kind of program made it."""
     recorded = metadata.get("vllm")
     if (
         not isinstance(recorded, dict)
@@ -43,12 +43,12 @@ def record_of(found: Found, metadata: Any) -> dict[str, Any]:
         or not isinstance(recorded.get("updated", False), bool)
         or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
     ):
-        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: choose another name")
+        raise MismatchError(f"{found.name!r} in the broker was not published by load format vmmfd: choose another name")
     return recorded
 
 
 def check_key(found: Found) -> dict[str, Any]:
-    """Returns the maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
+    """Returns the maker's record. Raises `MismatchError` unless the leased object equals the model that this engine would load."""
     recorded = record_of(found, found.held.metadata)
     theirs, ours = flat(recorded["key"]), flat(found.key)
     fields = [
@@ -62,7 +62,7 @@ def check_key(found: Found) -> dict[str, Any]:
     if recorded.get("updated") and not found.takes_updates:
         fields.append("contents: a trainer has changed them, and this engine was started without --weight-transfer-config")
     if fields:
-        raise Differs(
+        raise MismatchError(
             f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "
             f"Choose another name, or remove it with `vmmfd rm {found.name}`"
         )

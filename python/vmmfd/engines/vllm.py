@@ -38,7 +38,7 @@ def next_version(broker: Broker, name: str, *, version: int | None = None) -> Ne
 
     `tensors` are its tensors by name, on the object's device, with the names, shapes and types of the engine's model after loading: fused
     and sharded as there. Change their values in place, then call `put()`. `version` is the version to copy, by default the newest. Blocks
-    for the copy. Raises `Differs` if the object is not an engine's, and as `Broker.get`; needs PyTorch."""
+    for the copy. Raises `MismatchError` if the object is not an engine's, and as `Broker.get`; needs PyTorch."""
     from ._next_version import NextVersion
 
     return NextVersion(broker, name, version)
@@ -49,7 +49,7 @@ def next_versions(broker: Broker, name: str) -> NextVersions:
 
     `name` is the option `name` of the load format. `objects` are the copies by the objects' names (`NAME/GPU/tp1of2`), each as from
     `next_version` and on its rank's device, the first rank last. `put()` gives all the same number. If several engines use the name on
-    other GPUs, their objects are among them. Raises `NotFound` if there is none, `Differs` if their newest versions differ, and as
+    other GPUs, their objects are among them. Raises `NotFound` if there is none, `MismatchError` if their newest versions differ, and as
     `next_version`."""
     from ._next_version import NextVersions
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import Differs, Invalid
+from .._errors import Invalid, MismatchError
 from ._base import _listed, _torch
 from ._get import _Mapped
 from ._items import _Item, _items
@@ -124,8 +124,8 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
 
     The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape
     and type, unless `reshaped` names it: an engine writes to such tensors, up to its own limits. `is_late` selects submodules that create
-    tensors during processing: their missing tensors are installed by `Attached.finish`. Raises `Differs`, before any change, for a mismatch
-    and for an array whose submodule the module lacks.
+    tensors during processing: their missing tensors are installed by `Attached.finish`. Raises `MismatchError`, before any change, for a
+    mismatch and for an array whose submodule the module lacks.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -133,7 +133,7 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
         mapped = _Mapped(lease)
         unknown = [row.name for row in mapped.rows if row.name.rpartition(".")[0] not in modules or row.kind not in _KINDS]
         if unknown:
-            raise Differs(f"the model lacks the submodules for arrays of {lease.name!r}:{_listed(unknown)}")
+            raise MismatchError(f"the model lacks the submodules for arrays of {lease.name!r}:{_listed(unknown)}")
         here = layout(module)
         others = [
             f"{row.name}: {_text(theirs)} in the object, {_text(here[row.name])} here"
@@ -143,7 +143,7 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
             if here[row.name] != theirs
         ]
         if others:
-            raise Differs(f"{lease.name!r} was published by an engine with other limits:{_listed(others)}")
+            raise MismatchError(f"{lease.name!r} was published by an engine with other limits:{_listed(others)}")
         storages = {(row.part, row.attributes.get("storage")) for row in mapped.rows if row.kind == "parameter"}
         private = {
             row.name for row in mapped.rows if row.kind != "parameter" and (row.part, row.attributes.get("storage")) not in storages
@@ -185,7 +185,7 @@ def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
     """Removes the tensors that are still on the meta device, as the maker did: tensors named in `nones` become None, others are deleted,
     and tensors without elements are allocated. Returns the names of the removed tensors.
 
-    Raises `Differs` for meta tensors in lists and dicts, which an object does not contain."""
+    Raises `MismatchError` for meta tensors in lists and dicts, which an object does not contain."""
     torch = _torch()
     lists = [
         f"{path}.{leaf}".lstrip(".")
@@ -196,7 +196,7 @@ def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
         if isinstance(each, torch.Tensor) and each.is_meta and each.numel()
     ]
     if lists:
-        raise Differs(f"the model has tensors in lists or dicts, which cannot be shared:{_listed(lists)}")
+        raise MismatchError(f"the model has tensors in lists or dicts, which cannot be shared:{_listed(lists)}")
     modules = dict(module.named_modules(remove_duplicate=False))
     left = []
     for item in _items(module):

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _arguments, _native
-from .._errors import Differs, Invalid, Unsupported
+from .._errors import Invalid, MismatchError, Unsupported
 from ._base import _Span, _around, _copied, _merged, _torch
 from ._guard import _note
 from ._items import _items, _written
@@ -129,7 +129,7 @@ class _Mapped:
             array = row.array
             length = _length(array)
             if any(stride < 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
-                raise Differs(f"array {row.name!r} has negative strides, which PyTorch does not support: copy it with NumPy or CuPy")
+                raise MismatchError(f"array {row.name!r} has negative strides, which PyTorch does not support: copy it with NumPy or CuPy")
             found = self._piece(row.part, array.address, array.address + length)
             assert found is not None, "an array lies in its memory"
             self._storages[identity] = found
@@ -155,7 +155,7 @@ class _Mapped:
         torch, array, dtype = self._torch, row.array, row.dtype
         device = torch.device("cuda", array.device.ordinal) if array.device.backend == "cuda" else torch.device("cpu")
         if dtype is None:
-            raise Differs(f"array {row.name!r} has type {array.dtype}, which PyTorch {torch.__version__} lacks")
+            raise MismatchError(f"array {row.name!r} has type {array.dtype}, which PyTorch {torch.__version__} lacks")
         size = array.itemsize
         strides = tuple(stride // size for stride in array.strides)
         if 0 in array.shape:
@@ -167,7 +167,7 @@ class _Mapped:
                 self.private[identity, begin] = _copied(source.untyped_storage(), begin, end)
             source, inside = self.private[identity, begin][0], inside - begin
         if inside % size or any(stride % size for stride in array.strides):
-            raise Differs(f"array {row.name!r} is not aligned to its elements, as PyTorch requires")
+            raise MismatchError(f"array {row.name!r} is not aligned to its elements, as PyTorch requires")
         made = torch.empty(0, dtype=dtype, device=device)
         return made.set_(source.untyped_storage(), inside // size, array.shape, strides)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .. import _arguments
-from .._errors import Differs
+from .._errors import MismatchError
 from ._base import _listed, _torch
 from ._get import _Mapped, _Row, _warn_of_copies
 from ._guard import _guard_module, _note
@@ -41,7 +41,7 @@ class _Filled(NamedTuple):
 
 
 def _check_moved(installed: list[_Installed]) -> None:
-    """Raises `Differs` if installed tensors of a module were replaced."""
+    """Raises `MismatchError` if installed tensors of a module were replaced."""
     addresses = {each.address for each in installed}
     names = []
     for each in installed:
@@ -51,7 +51,7 @@ def _check_moved(installed: list[_Installed]) -> None:
         if now is not None and now.numel() and now.data_ptr() not in addresses:
             names.append(each.name)
     if names:
-        raise Differs(
+        raise MismatchError(
             "the module's tensors were replaced, as by half(), to() or an assignment, and a new version would not reach them: "
             "load it again, or give ignore_moved=True. Replaced:" + _listed(names)
         )
@@ -125,7 +125,7 @@ def _load(
 ) -> _Filled:
     """Installs a lease's tensors in a module. Returns the state that a switch needs.
 
-    Everything is checked first: one `Differs` lists all mismatches, and the module is then unchanged.
+    Everything is checked first: one `MismatchError` lists all mismatches, and the module is then unchanged.
     """
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
@@ -148,7 +148,7 @@ def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: 
         of = f"version {lease.version} of {lease.name!r}"
         # The exception keeps this frame alive, which must not hold the lease.
         del mapped, fit
-        raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
+        raise MismatchError(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
     # Names tied only in the module share the bytes.
     chosen = fit.chosen | {name: (fit.chosen[leader][0], fit.targets[name][0]) for name, leader in fit.follows.items()}
     written = set() if mapped.copy_on_write else _written(module)
@@ -228,5 +228,5 @@ def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> 
             held[leaf] = old
         if not isinstance(error, Exception):
             raise
-        raise Differs(f"the {type(module).__name__} refuses to set {name!r}, and is unchanged: {error}") from error
+        raise MismatchError(f"the {type(module).__name__} refuses to set {name!r}, and is unchanged: {error}") from error
     return installed
