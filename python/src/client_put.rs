@@ -155,7 +155,7 @@ pub(crate) fn plan<'py>(
         drop(value);
         pause.step(py);
     }
-    let (memories, copies, entries) = laid_out?;
+    let LaidOut { memories, copies, entries } = laid_out?;
     let shared = memories.into_iter().map(PyMemory::shared);
     let copies = copies.into_iter().map(|owned| PyMemory { owned, copied: true });
     let memories = shared.chain(copies).map(|memory| Py::new(py, memory)).collect::<PyResult<_>>()?;
@@ -167,12 +167,16 @@ pub(crate) fn plan<'py>(
     Ok((part, memories, listed, None))
 }
 
-fn lay_out(
-    backend: &str,
-    named: &[(String, Value)],
-    wanted: Option<Wanted>,
-    rdma: Rdma,
-) -> Outcome<(Vec<Arc<Owned>>, Option<Arc<Owned>>, Vec<Entry>)> {
+/// The memory of a part.
+struct LaidOut {
+    /// Shared as it is.
+    memories: Vec<Arc<Owned>>,
+    /// Of all copied arrays, behind the others.
+    copies: Option<Arc<Owned>>,
+    entries: Vec<Entry>,
+}
+
+fn lay_out(backend: &str, named: &[(String, Value)], wanted: Option<Wanted>, rdma: Rdma) -> Outcome<LaidOut> {
     let mut memories: Vec<Arc<Owned>> = Vec::new();
     let mut index = HashMap::new();
     let mut room = 0u64;
@@ -236,5 +240,5 @@ fn lay_out(
         let ArrayDescriptor { dtype, shape, strides, offset } = array;
         (name.clone(), dtype.to_string(), shape, strides, memory.unwrap_or(copied), offset, None)
     });
-    Ok((memories, copies, entries.collect()))
+    Ok(LaidOut { memories, copies, entries: entries.collect() })
 }

@@ -25,7 +25,7 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
 
     `lease` is the lease, None before the first version. It remains open until it, or this object, is closed, or nothing refers to it.
 
-    The iteration stops when the wait of a step expires; the next step waits again. A step raises `Differs` if a new version has another
+    The iteration stops when the wait of a step expires; the next step waits again. A step raises `MismatchError` if a new version has another
     layout: follow again. Raises as `Broker.get` and `Lease.prepare`.
     """
 
