@@ -1,6 +1,6 @@
 //! Interrupted calls end nothing but themselves.
 
-use std::cell::Cell;
+use std::{cell::Cell, iter};
 
 use super::*;
 
@@ -91,8 +91,16 @@ fn paused_wait_follows_to_the_next_connection() {
     reader.peer.refuse(RefusalCode::Stopped);
     expect_get(&reader.peer, 2);
     interrupted.interrupt(2, second);
-    let other = broker.greet(FIRST);
-    other.take_up(FIRST, &[], false);
+    // The background thread drops its connection if the waiting call reconnects first.
+    let other = iter::repeat_with(|| broker.greet(FIRST)).find(|other| match other.0.receive().unwrap() {
+        Some((Message::Resume(resume), _)) => resume.leases == [token(1)],
+        Some((other, _)) => panic!("{other:?}"),
+        None => false,
+    });
+    let other = other.unwrap();
+    other.resumed(FIRST, &[]);
+    other.resume();
+    other.resumed(FIRST, &[]);
     expect_get(&other, 1);
     other.refuse(RefusalCode::Absent);
     assert_eq!(refused(first.join().unwrap()).0, RefusalCode::Absent);
