@@ -502,7 +502,8 @@ struct vmmfd_error_t *vmmfd_memory_export(const struct vmmfd_memory_t *memory,
 
  A receiver can read and write everything in these allocations: without `neighbours`, they must be full of the given bytes. The memory
  is read-only through its own addresses and outlives its owner; the contents do not. Keep the bytes allocated for as long as another
- process uses them. The caller frees `*memory` with `vmmfd_memory_free`. Blocks for driver calls, up to a millisecond.
+ process uses them. The caller frees `*memory` with `vmmfd_memory_free`. Blocks for driver calls, about 0.1 ms for each
+ allocation.
 
  Errors: `VMMFD_UNSUPPORTED` for memory that can't be exported, with the reason, and always on the host backend; `VMMFD_INVALID` for a
  size of 0 and for neighbours; `VMMFD_SYSTEM` if this process has too few descriptors; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:

@@ -1,6 +1,7 @@
 //! The memory of arrays. Rust alone owns it, so that it can be released on any thread, with or without an interpreter.
 
 use std::{
+    any::Any,
     ffi::OsString,
     ops::Deref,
     path::PathBuf,
@@ -26,7 +27,6 @@ use vmmfd::{
 use crate::{
     error::{Failure, Outcome, shown},
     reaper::{self, Reaped},
-    source::Keep,
 };
 
 /// The memory of arrays. Arrays, DLPack tensors and buffer protocol views hold it by `Arc<dyn Memory>`; the last of them releases it.
@@ -199,8 +199,8 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Owned {
     memory: Reaped<Arc<Shared>>,
-    /// The owners of memory that another library of this process allocated.
-    lenders: Vec<Keep>,
+    /// The owners of the memory, if another library of this process allocated it.
+    lenders: Option<Box<dyn Any + Send + Sync>>,
     /// Held for a few instructions at a time, also with the GIL held.
     exports: Mutex<Exports>,
 }
@@ -216,11 +216,15 @@ struct Exports {
 impl Owned {
     /// Takes ownership.
     pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
-        Self::lent(shared, Vec::new())
+        Self::of(shared, None)
     }
 
-    /// As [`Owned::new`], for memory of other libraries, whose arrays it keeps.
-    pub(crate) fn lent(shared: Arc<Shared>, lenders: Vec<Keep>) -> Arc<Self> {
+    /// As [`Owned::new`], for memory of other libraries. It keeps `lenders`, their arrays.
+    pub(crate) fn lent(shared: Arc<Shared>, lenders: impl Any + Send + Sync) -> Arc<Self> {
+        Self::of(shared, Some(Box::new(lenders)))
+    }
+
+    fn of(shared: Arc<Shared>, lenders: Option<Box<dyn Any + Send + Sync>>) -> Arc<Self> {
         let device = shared.device().clone();
         Arc::new(Self { memory: Reaped::new(&device, shared), lenders, exports: Mutex::default() })
     }
@@ -260,7 +264,7 @@ impl Owned {
     }
 
     fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
-        if !self.lenders.is_empty() {
+        if self.lenders.is_some() {
             return Err(Failure::export(
                 "another library owns the memory and can write to it: seal=True needs a copy (copy=True)",
             ));

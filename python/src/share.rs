@@ -19,7 +19,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::Owned,
     signals,
-    source::{self, Location, Source},
+    source::{self, Keep, Location, Source},
     text::Text,
     walk::span,
 };
@@ -34,7 +34,7 @@ use crate::{
 ///
 /// The result is read-only here; write through the original. It keeps the memory and `value` alive. **Keep it for as long as another process
 /// uses the memory**, also after a put: once `value` is freed, its library puts other data there, and receivers see it. An `Array` in memory
-/// that this process created is returned as it is. Blocks for the driver, up to a millisecond, with the GIL released.
+/// that this process created is returned as it is. Blocks for the driver, about 0.1 ms for each allocation, with the GIL released.
 ///
 /// Raises `Unsupported` for memory that can't be exported, with the reason and the remedy, also for arrays in the CPU's memory; `Invalid` for
 /// neighbours without `neighbours=True`; `TypeError` for an object that is not an array; `Error` for a driver error.
@@ -135,7 +135,7 @@ fn on_device(device: &Device, sources: Vec<(usize, Source)>, neighbours: Neighbo
             (*index, descriptor)
         })
         .collect();
-    let kept = sources.into_iter().map(|(_, source)| source.keep).collect();
+    let kept: Vec<Keep> = sources.into_iter().map(|(_, source)| source.keep).collect();
     let owned = Owned::lent(Arc::new(shared), kept);
     let arrays = placed.into_iter().map(|(index, descriptor)| Ok((index, Array::new(owned.clone(), descriptor)?)));
     arrays.collect()

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::{ffi::c_int, fmt, sync::Arc};
+use std::{ffi::c_int, sync::Arc};
 
 use pyo3::{
     buffer::PyUntypedBuffer,
@@ -43,17 +43,6 @@ pub(crate) enum Keep {
     Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
     View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
     Tensor(#[allow(dead_code, reason = "held")] Foreign),
-}
-
-impl fmt::Debug for Keep {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Ours(_) => "Ours",
-            Self::Object(_) => "Object",
-            Self::View(_) => "View",
-            Self::Tensor(_) => "Tensor",
-        })
-    }
 }
 
 /// An array of another library or of vmmfd: from the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface. It keeps

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vmmfd
+import vmmfd.legacy
 from conftest import Child
 
 driver = pytest.mark.parametrize("driver", [pytest.param("fake", marks=pytest.mark.fake), pytest.param("cuda", marks=pytest.mark.cuda)])

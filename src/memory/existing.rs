@@ -30,7 +30,7 @@ impl Shared {
     /// their contents: an owner that frees a range reuses its memory, and receivers then see the new data. Keep the ranges allocated for as
     /// long as a receiver uses them.
     ///
-    /// Blocks for driver calls, up to a millisecond. The ranges must stay mapped until it returns.
+    /// Blocks for driver calls, about 0.1 ms for each allocation. The ranges must stay mapped until it returns.
     ///
     /// # Errors
     /// [`MemoryError::NotShareable`] if an allocation can't be exported, with the reason; [`MemoryError::Neighbours`];
