@@ -15,12 +15,14 @@ mod examples;
 
 pub use self::examples::{ExampleBroker, ExampleFolder};
 pub use crate::driver::{
+    checkpoints::{Checkpoints, ProcessState},
     cuda::{CudaDriver, exit_at_once},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     host::{HostDriver, Live},
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
+    ties::Ties,
     types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,
     window::{PageLocked, Window},

@@ -2,7 +2,10 @@
 
 use std::{borrow::Cow, path::PathBuf, time::Duration};
 
-use vmmfd::error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError};
+use vmmfd::{
+    error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError},
+    internals::Ties,
+};
 
 /// An error of the tools, stored in [`Error::Caller`].
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +36,10 @@ pub enum ToolError {
         missing: &'static str,
     },
 
+    /// A process can't be restored after a checkpoint.
+    #[error("process {pid} ({command}) can't be restored later: it {}", tied(*ties))]
+    Tied { pid: u32, command: String, ties: Ties },
+
     /// A child process failed, died or hangs.
     #[error("{process} {message}")]
     Child {
@@ -43,6 +50,21 @@ pub enum ToolError {
         /// The hint of the child's own error.
         hint: Option<String>,
     },
+}
+
+fn tied(Ties { imported, own }: Ties) -> String {
+    let mut parts = Vec::new();
+    if imported > 0 {
+        parts.push(format!("has mapped {} of other processes", count(imported, "allocation")));
+    }
+    if own > 0 {
+        parts.push(format!("has mapped {} of its own for others", count(own, "allocation")));
+    }
+    parts.join(", and ")
+}
+
+fn count(number: u64, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 impl ToolError {
@@ -65,7 +87,7 @@ impl From<ToolError> for Error {
 pub fn kind_of(error: &Error) -> ErrorKind {
     match ToolError::of(error) {
         Some(ToolError::File { .. }) => ErrorKind::Usage,
-        Some(ToolError::NotWritable { .. }) => ErrorKind::Object,
+        Some(ToolError::NotWritable { .. } | ToolError::Tied { .. }) => ErrorKind::Object,
         Some(ToolError::Absent { .. }) => ErrorKind::Peer,
         Some(ToolError::Child { .. }) | None => error.kind(),
     }
@@ -76,6 +98,9 @@ pub fn hint(error: &Error) -> Option<Cow<'_, str>> {
     if let Some(own) = ToolError::of(error) {
         return match own {
             ToolError::Child { hint, .. } => hint.as_deref().map(Cow::from),
+            ToolError::Tied { .. } => {
+                Some("park or close its leases, and drop memory that it has put or served, then try again".into())
+            }
             ToolError::File { .. } => None,
             ToolError::NotWritable { .. } => Some("use another name, or ask the object's owner to delete it".into()),
             ToolError::Absent { missing, .. } => {

@@ -6,6 +6,7 @@
 //! A program opens a [`Driver`] and passes it to [`crate::memory::Device`]. The methods are not public, because they could free memory
 //! that another owner still uses.
 
+pub(crate) mod checkpoints;
 pub(crate) mod copy;
 pub(crate) mod cuda;
 pub(crate) mod diagnosis;
@@ -15,6 +16,7 @@ pub(crate) mod kernels;
 pub(crate) mod legacy;
 pub(crate) mod nvml;
 pub(crate) mod pool;
+pub(crate) mod ties;
 pub(crate) mod types;
 pub(crate) mod verbs;
 pub(crate) mod window;
@@ -32,6 +34,7 @@ use crate::{
 };
 
 pub(crate) use self::{
+    checkpoints::{Checkpoints, ProcessState},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     kernels::Kernels,
 };

@@ -8,8 +8,8 @@ use std::{
 };
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MemoryInfo,
-    PageLocked, Pools, Properties, Retained, Window,
+    Access, Attribute, Backend, Checkpoints, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location,
+    MemoryInfo, PageLocked, Pools, Properties, Retained, Window,
 };
 use crate::error::Result;
 
@@ -173,6 +173,12 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn diagnosis(&self) -> Result<&dyn Diagnosis>;
+
+    /// Checkpoints of processes.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
+    fn checkpoints(&self) -> Result<&dyn Checkpoints>;
 }
 
 /// Whether mappings, given as (address, size) in ascending order, cover a range without a gap.

@@ -65,6 +65,7 @@ mod sharing_commands;
 mod stream;
 mod structure;
 mod support;
+mod suspend;
 mod terminal;
 mod users;
 mod violations;

@@ -22,6 +22,7 @@ mod root;
 mod run;
 mod schema;
 mod suggest;
+mod suspend;
 mod values;
 
 pub use self::{

@@ -19,6 +19,7 @@ use super::{
     run::{Tool, one_line, run_session, run_tool, usage},
     schema::{SchemaOptions, Schemas},
     suggest,
+    suspend::{ResumeOptions, SuspendOptions},
 };
 use crate::{child, cli::EXIT_CODES, doctor};
 
@@ -60,6 +61,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
         options: Vec<OsString>,
     },
+    Suspend(SuspendOptions),
+    Resume(ResumeOptions),
     Keeper(KeeperOptions),
     Exporter(ExporterOptions),
     Completions(CompletionsOptions),
@@ -99,6 +102,8 @@ const GROUPS: suggest::Groups = [
     (
         "Advanced",
         &[
+            SuspendOptions::NAME,
+            ResumeOptions::NAME,
             KeeperOptions::NAME,
             ExporterOptions::NAME,
             Pages::<CompletionsOptions>::NAME,
@@ -236,6 +241,8 @@ pub fn main() -> ExitCode {
             Command::Rm(rm) => run_tool(rm, &output),
             Command::Who(who) => run_tool(who, &output),
             Command::Watch(watch) => run_tool(watch, &output),
+            Command::Suspend(suspend) => run_tool(suspend, &output),
+            Command::Resume(resume) => run_tool(resume, &output),
             Command::Exporter(exporter) => run_tool(exporter, &output),
             Command::Doctor(doctor) => run_tool(doctor, &output),
             Command::Devices(devices) => run_tool(devices, &output),

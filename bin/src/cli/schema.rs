@@ -18,6 +18,7 @@ use super::{
     laboratory::BENCH,
     pages::{CompletionsOptions, ManOptions, Pages},
     report::{CommandReport, Failure, Stamped},
+    suspend::{ResumeOptions, SuspendOptions},
 };
 use crate::schema::{Named, document};
 
@@ -56,6 +57,8 @@ fn reports() -> Vec<Named> {
         ExporterOptions::REPORTS,
         DoctorOptions::REPORTS,
         DevicesOptions::REPORTS,
+        SuspendOptions::REPORTS,
+        ResumeOptions::REPORTS,
         Pages::<CompletionsOptions>::REPORTS,
         Pages::<ManOptions>::REPORTS,
         Schemas::REPORTS,

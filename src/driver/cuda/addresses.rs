@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{Access, PoolHandle, cover, window::View};
+use super::super::{Access, PoolHandle, cover, ties::Ties, window::View};
 
 /// Reservations, mappings and other memory.
 #[derive(Debug, Default)]
@@ -11,11 +11,15 @@ pub(super) struct Addresses {
     pub reserved: BTreeMap<u64, u64>,
     pub mapped: BTreeMap<u64, Mapped>,
     pub blocks: BTreeMap<u64, Block>,
+    /// Counts the mappings and the blocks.
+    ties: Ties,
 }
 
 #[derive(Debug)]
 pub(super) struct Mapped {
     pub size: u64,
+    /// Whether another process allocated it.
+    pub imported: bool,
     /// The access of this machine's CPUs.
     pub host: Option<Access>,
     /// The access of each device, by ordinal.
@@ -58,6 +62,10 @@ pub(super) enum Source {
 }
 
 impl Source {
+    fn is_imported(self) -> bool {
+        matches!(self, Self::Opened | Self::Imported(_))
+    }
+
     pub(super) fn pool(self) -> Option<PoolHandle> {
         match self {
             Self::Pooled(pool) | Self::Imported(pool) => Some(pool),
@@ -67,6 +75,18 @@ impl Source {
 }
 
 impl Addresses {
+    /// Counts a mapping or a block that was added or removed. Returns the new counts.
+    pub(super) fn tie(&mut self, imported: bool, added: bool) -> Ties {
+        let count = if imported { &mut self.ties.imported } else { &mut self.ties.own };
+        *count = if added { *count + 1 } else { count.saturating_sub(1) };
+        self.ties
+    }
+
+    /// The counts of mappings and blocks.
+    pub(super) fn ties(&self) -> Ties {
+        self.ties
+    }
+
     /// Whether a range is inside one reservation.
     pub(super) fn in_reservation(&self, address: u64, size: u64) -> bool {
         let reservation = self.reserved.range(..=address).next_back();
@@ -127,7 +147,11 @@ impl Addresses {
 
     /// Adds a block, or increments its count.
     pub(super) fn add_block(&mut self, address: u64, size: u64, ordinal: i32, source: Source) {
-        self.blocks.entry(address).or_insert(Block { size, ordinal, source, count: 0 }).count += 1;
+        let block = self.blocks.entry(address).or_insert(Block { size, ordinal, source, count: 0 });
+        block.count += 1;
+        if block.count == 1 {
+            self.tie(source.is_imported(), true);
+        }
     }
 
     /// The block at exactly this address, if it was returned for this device with such a source.
@@ -159,7 +183,9 @@ impl Addresses {
         if let Some(block) = self.blocks.get_mut(&address) {
             block.count -= 1;
             if block.count == 0 {
+                let imported = block.source.is_imported();
                 self.blocks.remove(&address);
+                self.tie(imported, false);
             }
         }
     }

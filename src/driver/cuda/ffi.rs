@@ -13,6 +13,7 @@ use std::{
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+use super::checkpoints::LockArguments;
 use crate::{
     driver::code,
     error::{Error, LoadError, Result},
@@ -218,6 +219,7 @@ const _: () = {
     assert!(
         offset_of!(PoolProps, win32_security_attributes) == offset_of!(sys::CUmemPoolProps, win32SecurityAttributes)
     );
+    assert!(size_of::<LockArguments>() == size_of::<sys::CUcheckpointLockArgs>());
     assert!(size_of::<Opaque>() == size_of::<sys::CUipcMemHandle>());
     assert!(align_of::<Opaque>() == align_of::<sys::CUipcMemHandle>());
     assert!(size_of::<Opaque>() == size_of::<sys::CUipcEventHandle>());
@@ -351,6 +353,12 @@ functions! {
     event_destroy = ["cuEventDestroy_v2"] (event: *mut c_void);
     ipc_get_event_handle = ["cuIpcGetEventHandle"] (handle: *mut Opaque, event: *mut c_void);
     ipc_open_event_handle = ["cuIpcOpenEventHandle"] (event: *mut *mut c_void, handle: Opaque);
+    /// CUDA 12.8 and later, as the others.
+    process_get_state = ["cuCheckpointProcessGetState"] (pid: c_int, state: *mut c_uint);
+    process_lock = ["cuCheckpointProcessLock"] (pid: c_int, arguments: *const LockArguments);
+    process_checkpoint = ["cuCheckpointProcessCheckpoint"] (pid: c_int, arguments: *const c_void);
+    process_restore = ["cuCheckpointProcessRestore"] (pid: c_int, arguments: *const c_void);
+    process_unlock = ["cuCheckpointProcessUnlock"] (pid: c_int, arguments: *const c_void);
 }
 
 /// The driver's name first: `libcuda.so` may be a toolkit's stub, or be missing without a -dev package.

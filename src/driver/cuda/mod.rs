@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 mod addresses;
+mod checkpoints;
 mod diagnosis;
 mod ffi;
 mod kernels;
@@ -40,6 +41,7 @@ use self::{
 use super::EventHandle;
 use super::{
     Access, Handle, Identity, Location, PoolHandle, Properties, Verbs, code, failure, failure_with,
+    ties::Published,
     window::{PageLocker, Windows},
 };
 use crate::{
@@ -83,9 +85,8 @@ struct Core {
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// The kernels of each device. A call holds the device's slot while a kernel runs. Locked before `addresses`.
     programs: Mutex<BTreeMap<i32, Slot>>,
-    /// The number of times each handle was returned: the driver returns the same handle each time memory is retained. Calls hold it for
-    /// reading, so that their handle is not released.
-    handles: RwLock<BTreeMap<Handle, usize>>,
+    /// Calls hold it for reading, so that their handle is not released.
+    handles: RwLock<HandleTable>,
     /// Calls hold it for reading, so that their event is not destroyed.
     events: RwLock<EventTable>,
     /// Calls hold it for reading, so that their pool is not destroyed. Locked before `addresses`.
@@ -96,7 +97,19 @@ struct Core {
     /// Copies hold it for reading, so that nothing is unmapped or freed during a copy. Not held for writing during slow driver calls: all
     /// copies would wait.
     addresses: RwLock<Addresses>,
+    ties: Published,
 }
+
+/// A handle that the driver returned.
+#[derive(Debug, Clone, Copy)]
+struct KnownHandle {
+    /// The number of times it was returned: retaining memory again returns the same handle.
+    count: usize,
+    /// Whether another process made the allocation.
+    imported: bool,
+}
+
+type HandleTable = BTreeMap<Handle, KnownHandle>;
 
 /// A device's primary context, retained until the driver object is dropped.
 #[derive(Debug, Clone, Copy)]
@@ -155,6 +168,7 @@ impl CudaDriver {
             INITIALISED_BY.store(0, Ordering::Release);
         }
         let functions = initialised?;
+        let ties = Published::new()?;
         let driver = Self {
             core: Arc::new(Core {
                 functions,
@@ -167,6 +181,7 @@ impl CudaDriver {
                 pools: RwLock::default(),
                 opening: Mutex::default(),
                 addresses: RwLock::default(),
+                ties,
             }),
             windows: Arc::default(),
         };
@@ -273,15 +288,16 @@ impl Core {
     }
 
     /// Prevents a handle's release until the guard is dropped. Fails if the driver did not return the handle.
-    fn hold_handle(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeMap<Handle, usize>>> {
+    fn hold_handle(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, HandleTable>> {
         self.origin.check()?;
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
         if handles.contains_key(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    fn add_handle(&self, number: u64) -> Handle {
+    fn add_handle(&self, number: u64, imported: bool) -> Handle {
         let handle = Handle { by: self.identity, number };
-        *self.handles.write().unwrap_or_else(PoisonError::into_inner).entry(handle).or_default() += 1;
+        let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
+        handles.entry(handle).or_insert(KnownHandle { count: 0, imported }).count += 1;
         handle
     }
 
@@ -296,6 +312,22 @@ impl Core {
     /// Locks the addresses to change them. Waits for copies in progress.
     fn addresses_mut(&self) -> RwLockWriteGuard<'_, Addresses> {
         self.addresses.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the addresses, and publishes the new ties.
+    fn change_addresses<T>(&self, change: impl FnOnce(&mut Addresses) -> T) -> T {
+        let mut addresses = self.addresses_mut();
+        let changed = change(&mut addresses);
+        self.ties.set(addresses.ties());
+        changed
+    }
+
+    /// Runs a call that opens another process's memory, which is published before: a checkpoint may begin as soon as the call ends.
+    fn announced<T>(&self, open: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.change_addresses(|addresses| addresses.tie(true, true));
+        let opened = open();
+        self.change_addresses(|addresses| addresses.tie(true, false));
+        opened
     }
 
     /// The number of bytes from an address to the end of its allocation, whose context is current.

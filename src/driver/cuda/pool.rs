@@ -118,7 +118,7 @@ impl Pools for Core {
                 // SAFETY: it was just allocated, and no other code knows its address.
                 let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
             })?;
-            self.addresses_mut().add_block(address, size, ordinal, Source::Pooled(pool));
+            self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Pooled(pool)));
             Ok(address)
         })
     }
@@ -127,7 +127,8 @@ impl Pools for Core {
         const CALL: &str = "cuMemFreeAsync";
         self.origin.check()?;
         let _opening = self.opening();
-        let released = self.addresses_mut().release_block(address, ordinal, |source| source.pool().is_some());
+        let released = self
+            .change_addresses(|addresses| addresses.release_block(address, ordinal, |source| source.pool().is_some()));
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         // The driver does not count imports of a pointer: in tests, freeing it once freed all.
         if !released.last {
@@ -136,7 +137,7 @@ impl Pools for Core {
         let free = || {
             // SAFETY: according to the table, it was taken and not freed. No copy is in progress or can start. Null is the default stream.
             let freed = unsafe { self.functions.mem_free_async(address, ptr::null_mut()) };
-            freed.inspect_err(|_| self.addresses_mut().restore_block(&released))?;
+            freed.inspect_err(|_| self.change_addresses(|addresses| addresses.restore_block(&released)))?;
             // The driver has freed it, even if the wait fails.
             // SAFETY: null is the default stream.
             unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
@@ -165,7 +166,7 @@ impl Pools for Core {
         if Self::is_created(&pools, pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.in_context(ordinal, || {
+        let import = || {
             let functions = &self.functions;
             // Locked during the call: another thread could otherwise free the address before it is counted.
             let _opening = self.opening();
@@ -180,9 +181,10 @@ impl Pools for Core {
                     let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
                 }
             })?;
-            self.addresses_mut().add_block(address, size, ordinal, Source::Imported(pool));
+            self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Imported(pool)));
             Ok(address)
-        })
+        };
+        self.announced(|| self.in_context(ordinal, import))
     }
 }
 

@@ -26,7 +26,7 @@ use crate::{
     error::Result,
 };
 
-use crate::driver::{Diagnosis, Kernels};
+use crate::driver::{Checkpoints, Diagnosis, Kernels};
 
 // SAFETY: the tables contain all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for CudaDriver {
@@ -122,15 +122,15 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(size, "cuMemCreate");
         // SAFETY: both pointers are valid for the call.
         unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
-        Ok(self.core.add_handle(handle))
+        Ok(self.core.add_handle(handle, false))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
         self.core.origin.check()?;
         let mut handles = self.core.handles.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(count) = handles.get_mut(&handle) else { return Err(failure("cuMemRelease", code::INVALID_VALUE)) };
-        *count -= 1;
-        if *count == 0 {
+        let known = handles.get_mut(&handle).ok_or_else(|| failure("cuMemRelease", code::INVALID_VALUE))?;
+        known.count -= 1;
+        if known.count == 0 {
             handles.remove(&handle);
         }
         tracing::debug!("cuMemRelease");
@@ -163,12 +163,16 @@ unsafe impl Verbs for CudaDriver {
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "cuMemMap";
-        let _held = self.core.hold_handle(CALL, handle)?;
+        let held = self.core.hold_handle(CALL, handle)?;
+        let imported = held.get(&handle).is_some_and(|known| known.imported);
         let mut addresses = self.lock_own(CALL, address, size)?;
         tracing::debug!(address = format_args!("{address:#x}"), size, "{CALL}");
+        // Published before the call: a checkpoint may begin as soon as the call ends.
+        self.core.ties.set(addresses.tie(imported, true));
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses mapped ranges.
-        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
-        addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
+        let mapped = unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) };
+        mapped.inspect_err(|_| self.core.ties.set(addresses.tie(imported, false)))?;
+        addresses.mapped.insert(address, Mapped { size, imported, host: None, devices: BTreeMap::new() });
         Ok(())
     }
 
@@ -189,7 +193,17 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(address = format_args!("{address:#x}"), size, "cuMemUnmap");
         // SAFETY: no pointers. No copy of this object is in progress, and the driver refuses partial unmapping.
         unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
-        addresses.mapped.retain(|&start, _| start < address || start - address >= size);
+        let inside: Vec<u64> = addresses
+            .mapped
+            .range(address..)
+            .map(|(&start, _)| start)
+            .take_while(|start| start - address < size)
+            .collect();
+        for start in inside {
+            if let Some(mapped) = addresses.mapped.remove(&start) {
+                self.core.ties.set(addresses.tie(mapped.imported, false));
+            }
+        }
         Ok(())
     }
 
@@ -243,7 +257,7 @@ unsafe impl Verbs for CudaDriver {
                 HANDLE_TYPE_POSIX_FD,
             )
         }?;
-        Ok(self.core.add_handle(handle))
+        Ok(self.core.add_handle(handle, true))
     }
 
     fn retain(&self, address: u64) -> Result<Retained> {
@@ -260,7 +274,7 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(address = format_args!("{address:#x}"), "cuMemRetainAllocationHandle");
         // SAFETY: the pointer is valid for one write; the driver only looks the address up.
         unsafe { self.core.functions.mem_retain(&mut handle, ptr::without_provenance_mut(address as usize)) }?;
-        Ok(Retained { handle: self.core.add_handle(handle), start, size })
+        Ok(Retained { handle: self.core.add_handle(handle, false), start, size })
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
@@ -410,6 +424,11 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }

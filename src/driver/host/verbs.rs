@@ -29,7 +29,7 @@ use crate::{
     sys::memfd,
 };
 
-use crate::driver::{Diagnosis, Kernels};
+use crate::driver::{Checkpoints, Diagnosis, Kernels};
 
 // SAFETY: the table contains all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for HostDriver {
@@ -411,5 +411,9 @@ unsafe impl Verbs for HostDriver {
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.lacking("driver diagnosis, which needs CUDA")
+    }
+
+    fn checkpoints(&self) -> Result<&dyn Checkpoints> {
+        self.lacking("checkpoints of a process's GPU memory, which need CUDA")
     }
 }

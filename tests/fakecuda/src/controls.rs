@@ -6,6 +6,7 @@
 //! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer, or until the setting is removed |
 //! | `FAKECUDA_ABORT=cuMemMap` | a call of `cuMemMap` aborts the process, like a fault in NVIDIA's driver |
 //! | `FAKECUDA_ATTRIBUTE=102:0` | the device attribute 102 has the value 0 |
+//! | `FAKECUDA_CHECKPOINTS=folder` | processes can be checkpointed: a file of this folder has the state of each; without it they can't |
 //! | `FAKECUDA_DEVICES=2` | the number of devices, from `cuInit` on; at most 16 |
 //! | `FAKECUDA_EVENTS_FAIL=1` | opening an event of another process fails |
 //! | `FAKECUDA_FABRIC=1` | memory for fabric handles can be created and exported; by default 0: there is no IMEX channel |
@@ -27,6 +28,7 @@ use std::{
     env,
     fs::{File, OpenOptions},
     io::Write,
+    path::PathBuf,
     process,
     str::FromStr,
     sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError},
@@ -52,6 +54,7 @@ pub(crate) struct Settings {
     pub(crate) persistence: bool,
     pub(crate) rdma: bool,
     pub(crate) events_fail: bool,
+    pub(crate) checkpoints: Option<PathBuf>,
 }
 
 /// Signals each change of a setting.
@@ -81,6 +84,7 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         persistence: true,
         rdma: true,
         events_fail: false,
+        checkpoints: None,
     };
     for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
         settings.set(&name, &value);
@@ -165,6 +169,7 @@ impl Settings {
             "FAKECUDA_PERSISTENCE" => switch(value).map(|on| self.persistence = on),
             "FAKECUDA_RDMA" => switch(value).map(|on| self.rdma = on),
             "FAKECUDA_EVENTS_FAIL" => switch(value).map(|on| self.events_fail = on),
+            "FAKECUDA_CHECKPOINTS" => Some(self.checkpoints = Some(value.into())),
             "FAKECUDA_LOG" => {
                 let log = OpenOptions::new().create(true).append(true).open(value).ok();
                 log.map(|log| self.log = Some(log))

@@ -9,6 +9,7 @@
 //!
 //! One file of more than 500 lines: a list of short functions, one for each call.
 
+mod checkpoints;
 mod controls;
 mod emulated;
 mod events;
@@ -312,6 +313,26 @@ mod exports {
 
         fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) {
             unsafe { result(handle, |driver| driver.retain_at(address.addr() as u64)) }
+        }
+
+        fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_uint) {
+            unsafe { result(state, |_| checkpoints::state(pid)) }
+        }
+
+        fn cuCheckpointProcessLock(pid: c_int, _arguments: *const c_void) {
+            initialised(|_| checkpoints::step(pid, checkpoints::LOCK))
+        }
+
+        fn cuCheckpointProcessCheckpoint(pid: c_int, _arguments: *const c_void) {
+            initialised(|_| checkpoints::step(pid, checkpoints::CHECKPOINT))
+        }
+
+        fn cuCheckpointProcessRestore(pid: c_int, _arguments: *const c_void) {
+            initialised(|_| checkpoints::step(pid, checkpoints::RESTORE))
+        }
+
+        fn cuCheckpointProcessUnlock(pid: c_int, _arguments: *const c_void) {
+            initialised(|_| checkpoints::step(pid, checkpoints::UNLOCK))
         }
 
         fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) {

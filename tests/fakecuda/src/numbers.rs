@@ -16,6 +16,7 @@ pub(crate) const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
 pub(crate) const NOT_FOUND: u32 = 500;
 pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
+pub(crate) const ILLEGAL_STATE: u32 = 401;
 pub(crate) const UNKNOWN: u32 = 999;
 
 /// `CUDA_ERROR_OPERATING_SYSTEM`.
