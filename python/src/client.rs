@@ -22,6 +22,7 @@ use crate::{
     driver,
     error::{Failure, Outcome},
     json,
+    lazy::Lazy,
     lease::{Claim, Lease, Prepared},
     leased_memory::{Opening, Selection},
     memory::{BrokerAddress, PickledAddress, RdmaOption},
@@ -299,8 +300,10 @@ impl Client {
     }
 
     /// Returns the objects whose names start with `prefix`, as dicts.
-    fn list<'py>(&self, py: Python<'py>, prefix: Text) -> Outcome<Bound<'py, PyAny>> {
-        self.report(py, |client| client.list(&prefix))
+    fn list(&self, py: Python<'_>, prefix: Text) -> Outcome<Lazy> {
+        let found = self.0.call(py, Purpose::Any, |client| Ok(client.list(&prefix)?))?;
+        let found = py.detach(|| found.iter().map(json::value).collect::<Outcome<Vec<_>>>())?;
+        Ok(Lazy::of(found, |py, summary| Ok(json::to_python(py, &summary)?.unbind())))
     }
 
     /// Describes a version as a dict.

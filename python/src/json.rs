@@ -49,9 +49,17 @@ fn converted<'py>(py: Python<'py>, value: &Value, pause: &mut GilPause) -> PyRes
 
 /// Converts the JSON form of a report.
 pub(crate) fn serialized<'py>(py: Python<'py>, of: impl Serialize + Send) -> Outcome<Bound<'py, PyAny>> {
-    let value = py.detach(move || serde_json::to_value(of));
-    let value = value.map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
+    let value = py.detach(move || value(of))?;
     Ok(to_python(py, &value)?)
+}
+
+/// Returns the JSON form of a report.
+///
+/// # Errors
+/// `ValueError`.
+pub(crate) fn value(of: impl Serialize) -> Outcome<Value> {
+    serde_json::to_value(of)
+        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))
 }
 
 /// Converts a JSON object's text with Python's own reader, whose integers have any size.

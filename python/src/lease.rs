@@ -6,10 +6,7 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-use pyo3::{
-    prelude::*,
-    types::{PyDict, PyTuple},
-};
+use pyo3::{IntoPyObjectExt, prelude::*, types::PyDict};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType},
     bindings::lock,
@@ -26,9 +23,9 @@ use crate::{
     connections::Checkout,
     error::{Failure, Outcome},
     json,
+    lazy::Lazy,
     leased_memory::{Leased, LeasedPiece, attributes_of, place},
     memory::{Memory, Origin, PickledAddress},
-    signals::GilPause,
     text::Text,
 };
 
@@ -232,7 +229,7 @@ impl Lease {
 
     /// Returns all mapped arrays, each with its part, name, attributes, and whether its elements are contiguous in C order.
     #[pyo3(signature = (part=None))]
-    fn arrays<'py>(&self, py: Python<'py>, part: Option<Text>) -> Outcome<Vec<Bound<'py, PyTuple>>> {
+    fn arrays(&self, py: Python<'_>, part: Option<Text>) -> Outcome<Lazy> {
         let part = part.as_deref();
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
@@ -253,16 +250,12 @@ impl Lease {
             }
             Ok::<_, Failure>(found)
         })?;
-        let mut arrays = Vec::with_capacity(found.len());
-        let mut pause = GilPause::new();
-        for (part, name, piece, array, attributes) in found {
+        Ok(Lazy::of(found, |py, (part, name, piece, array, attributes)| {
             let dense = !array.shape.contains(&0) && contiguous(&array)?.0;
             let array = Bound::new(py, Array::new(piece, array)?)?;
             let attributes = attributes.map(|attributes| json::to_dict(py, &attributes)).transpose()?;
-            arrays.push((part, name, array, attributes, dense).into_pyobject(py)?);
-            pause.step(py);
-        }
-        Ok(arrays)
+            Ok((part, name, array, attributes, dense).into_py_any(py)?)
+        }))
     }
 
     /// Returns the attributes of an array, or None.

@@ -21,6 +21,7 @@ mod error;
 mod handoff;
 mod interpreter;
 mod json;
+mod lazy;
 mod lease;
 mod leased_memory;
 mod legacy;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import datetime
 import math
 import os
@@ -344,6 +345,19 @@ def test_list_stat_and_who(broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(AttributeError):
         first.name = "x"
     assert "Summary(" in repr(first) and "mode=0o640, " in repr(first) and first != stat
+
+
+def test_summaries_are_few_objects(broker: vmmfd.Broker, name: str) -> None:
+    """The garbage collector, which holds the GIL, visits few objects for each summary."""
+    x = vmmfd.zeros(1, backend="host")
+    for number in range(50):
+        broker.put(f"{name}/{number}", {"x": x})
+    broker.list(name)
+    gc.collect()
+    before = len(gc.get_objects())
+    summaries = broker.list(name)
+    gc.collect()
+    assert len(summaries) == 50 and len(gc.get_objects()) - before < 3 * 50
 
 
 def test_maker_lifetime_ends_with_connection(socket: str, broker: vmmfd.Broker, name: str) -> None:

@@ -313,9 +313,9 @@ def test_parts_are_switched_together(broker: vmmfd.Broker) -> None:
     version(5)
     lease.switch(lease.prepare()).close()
     assert zero.tobytes() == bytes([5] * 4) and one.tobytes() == bytes([6] * 4)
-    found = lease._native.arrays("rank1")
+    found = list(lease._native.arrays("rank1"))
     assert [(part, array) for part, array, *_ in found] == [("rank1", "w")]
-    assert len(lease._native.arrays()) == 2
+    assert len(list(lease._native.arrays())) == 2
 
 
 @pytest.mark.parametrize("how", ["capsule", "memoryview", "__array_interface__"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import os
@@ -188,6 +189,28 @@ def test_copies_share_one_memory(broker: vmmfd.Broker, name: str) -> None:
         assert len(os.listdir("/proc/self/fd")) <= before + 1
     assert [array.tolist() for array in tree["l"]] == [array.tolist() for array in value]
     assert tree["t"].tolist() == [[0, 3], [1, 4], [2, 5]] and tree["l"][1].address % 256 == 0
+
+
+def test_trees_need_few_objects(broker: vmmfd.Broker, name: str) -> None:
+    """The garbage collector, which holds the GIL, visits few objects for each array."""
+    sizes, objects = [], []
+
+    def convert(array: vmmfd.Array) -> int:
+        sizes.append(array.size)
+        if len(sizes) in (1, 1000):
+            objects.append(len(gc.get_objects()))
+        return array.size
+
+    broker.put(name, {"d": [np.zeros(1)] * 1000})
+    with broker.get(name) as lease:
+        gc.collect()
+        gc.disable()
+        objects.append(len(gc.get_objects()))
+        try:
+            lease.tree(convert)
+        finally:
+            gc.enable()
+    assert len(sizes) == 1000 and max(objects) - objects[0] < 200, objects
 
 
 def test_some_arrays_have_no_other_values(broker: vmmfd.Broker, name: str) -> None:

@@ -236,7 +236,7 @@ class Broker(Gets):
 
     def list(self, prefix: str = "") -> List[Summary]:
         """Returns the objects whose names start with `prefix` and that this user may read, ordered by name. Raises as any call."""
-        return [Summary._of(fields) for fields in self._native.list(prefix)]
+        return Summary._all(self._native.list(prefix))
 
     def stat(self, name: str, version: int | None = None) -> Stat:
         """Describes a version of an object, by default the current one. Maps nothing: `stat(name).parts[0].mapped_size` is the memory that

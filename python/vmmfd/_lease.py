@@ -80,17 +80,20 @@ class Lease(Closing, Mapping[str, Array]):
             _arguments.function(convert, "convert")
         from ._tree import copies, restored
 
+        copied = None
+        if copy and convert is None:
+            copied = copies([array for _, _, array, _, _ in self._native.arrays(part)])
+
         def converted(array: Array) -> t.Any:
+            if copied is not None:
+                return next(copied)
             made = array if convert is None else convert(array)
-            if not copy or convert is None:
+            if not copy:
                 return made
             return made.clone() if hasattr(made, "clone") else made.copy()
 
-        rows = self._native.arrays(part)
-        arrays = [row[2] for row in rows]
-        if copy and convert is None:
-            arrays = copies(arrays)
-        return restored(((row[0], row[1], array, row[3]) for row, array in zip(rows, arrays)), converted)
+        rows = ((of, name, array, attributes) for of, name, array, attributes, _ in self._native.arrays(part))
+        return restored(rows, converted)
 
     def numpy(self, *, part: str | None = None) -> dict[str, t.Any]:
         """Returns the arrays as NumPy arrays of the same memory, without a copy, nested as they were put: `tree(Array.numpy)`. They are

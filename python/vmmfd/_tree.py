@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from . import _types as t
 from ._arguments import PLAIN, shown
@@ -238,7 +238,7 @@ def _conflict(node: _Node, key: t.Any, texts: list[str], part: str) -> Invalid:
     return Invalid(f"the parts {node.parts[key]!r} and {part!r} have different values at {'/'.join(texts)!r}: give part={part!r}")
 
 
-def copies(arrays: list[Array]) -> list[Array]:
+def copies(arrays: list[Array]) -> Iterator[Array]:
     """Returns writable copies of arrays, in one new memory of each device."""
     devices = [array.device for array in arrays]
     rooms: dict[Device, int] = {}
@@ -250,9 +250,7 @@ def copies(arrays: list[Array]) -> list[Array]:
         device: Memory(room, backend=device.backend, device=device if device.backend == "cuda" else None)
         for device, room in rooms.items()
     }
-    made = []
     for array, device, offset in zip(arrays, devices, offsets):
         copy = memories[device].array(array.dtype, array.shape, None, offset)
         copy.copy_from(array)
-        made.append(copy)
-    return made
+        yield copy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from . import _types as t
 
 __all__ = [
@@ -136,6 +138,19 @@ class Summary(Record):
     created: t.datetime
 
     _kinds: t.ClassVar[dict[str, type[Record]]] = {"devices": DeviceBytes, "owner": Owner}
+
+    @classmethod
+    def _all(cls, reports: Iterable[dict[str, t.Any]]) -> list[t.Self]:
+        """Converts many reports. Equal owners and devices are the same records: Python's garbage collector, which holds the GIL, then visits
+        far fewer objects."""
+        shared: dict[t.Any, t.Any] = {}
+        summaries = []
+        for fields in reports:
+            made = vars(summary := cls._of(fields))
+            for name in ("owner", "devices"):
+                made[name] = shared.setdefault(repr(fields[name]), made[name])
+            summaries.append(summary)
+        return summaries
 
     def __repr__(self) -> str:
         return super().__repr__().replace(f" mode={self.mode!r},", f" mode={self.mode:#o},")

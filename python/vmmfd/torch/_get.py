@@ -70,7 +70,7 @@ class _Mapped:
         # Private copies and their sources.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
-        arrays = lease._native.arrays()
+        arrays = list(lease._native.arrays())
         counts = Counter(
             (part, attributes["storage"]) for part, _, _, attributes, _ in arrays if attributes and _has_storage(attributes)
         )
