@@ -226,6 +226,12 @@ def calls(broker: vmmfd.Broker, name: str, tmp_path: Path) -> Iterator[Calls]:
     broker.delete(name)
 
 
+def test_follow_checks_its_wait_at_once(broker: vmmfd.Broker, name: str) -> None:
+    for value, kind in [*((value, TypeError) for value in TIME[0]), *((value, vmmfd.Invalid) for value in TIME[1])]:
+        with pytest.raises(kind, match="wait="):
+            broker.follow(name, wait=value)
+
+
 @pytest.mark.parametrize(("call", "option"), [(call, option) for call in CALLS for option in options_of(call)])
 def test_wrong_arguments_are_refused(calls: Calls, call: str, option: str) -> None:
     if option in ("into", "module", "private", "strict", "everything", "writable_buffers") or call.endswith((".load", ".state_dict")):

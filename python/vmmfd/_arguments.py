@@ -199,7 +199,7 @@ _CHECKS: dict[str, Callable[[t.Any], t.Any]] = {
 def options(given: Mapping[str, t.Any], *without: str) -> dict[str, t.Any]:
     """Returns all options of a get, checked. Raises `TypeError` for an unknown option, and for those in `without`."""
     if "wait" in given:
-        needed(given["wait"], "wait")
+        seconds(given["wait"])
     for name in given:
         if name in without or name not in _ALL:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
