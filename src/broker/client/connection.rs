@@ -65,8 +65,8 @@ pub(super) struct Connection {
     pub(super) connected: AtomicBool,
     /// Whether an answer is due that nobody waits for. The socket still holds the leases, until a reconnect has moved them.
     abandoned: AtomicBool,
-    /// The socket that holds the leases while a reconnect moves them.
-    former: Mutex<Option<(ClosedInForks, OwnedFd)>>,
+    /// The sockets that hold the leases while a reconnect moves them.
+    former: Mutex<Vec<(ClosedInForks, OwnedFd)>>,
     /// The number of calls to [`Connection::stop`].
     stops: AtomicU64,
     /// The background thread; `None` before the first lease, or if no thread could be started.
@@ -263,12 +263,9 @@ impl Connection {
     /// [`Error::System`] if this process has no descriptor left.
     pub(super) fn replace_socket(&self, socket: &RecordSocket) -> Result<()> {
         if self.abandoned.load(Ordering::Acquire) && !self.is_hung_up() {
-            let mut former = lock(&self.former);
-            if former.is_none() {
-                let kept = self.socket.as_fd().try_clone_to_owned();
-                let kept = kept.map_err(|error| Error::system("duplicate the broker's socket", error))?;
-                *former = Some((ClosedInForks::new(kept.as_fd()), kept));
-            }
+            let kept = self.socket.as_fd().try_clone_to_owned();
+            let kept = kept.map_err(|error| Error::system("duplicate the broker's socket", error))?;
+            lock(&self.former).push((ClosedInForks::new(kept.as_fd()), kept));
         }
         self.socket.replace(socket)?;
         self.closed_in_forks.update(self.socket.as_fd());
@@ -276,13 +273,13 @@ impl Connection {
     }
 
     pub(super) fn has_former(&self) -> bool {
-        lock(&self.former).is_some()
+        !lock(&self.former).is_empty()
     }
 
-    /// Closes the former socket: its leases have moved.
+    /// Closes the former sockets: their leases have moved.
     pub(super) fn moved(&self) {
         self.abandoned.store(false, Ordering::Release);
-        lock(&self.former).take();
+        lock(&self.former).clear();
     }
 
     /// Interrupts the wait of the pending request.

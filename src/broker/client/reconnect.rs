@@ -94,6 +94,8 @@ impl Connection {
                 self.moved();
                 self.connected.store(true, Ordering::Release);
             }
+            // The broker may have moved the leases already, and would end them with this socket.
+            Err(Error::Interrupted { .. }) => self.abandon(),
             Err(_) => self.mark_broken(),
         }
         // The state is final before handlers run.
