@@ -21,8 +21,11 @@ use crate::{
 /// The name of the memfd in `/proc/PID/fd`.
 const LINK: &str = "/memfd:vmmfd-ties";
 
-/// The sizes of the file: the process's number and the two counts.
-const BYTES: usize = 24;
+/// The file's length: the process's number, the two counts of ties, and the count of checkpoints, each in 8 bytes.
+const BYTES: usize = 32;
+
+/// The place of the count of checkpoints, which the program that makes them writes.
+const CHECKPOINTS: u64 = 24;
 
 /// What ties a process to others, counted in mappings and buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,8 +50,13 @@ impl Published {
     /// [`Error::System`]. See memfd_create(2).
     pub(super) fn new() -> Result<Self> {
         let file = File::from(memfd::empty(c"vmmfd-ties").map_err(|errno| Error::system("create a memfd", errno))?);
-        write(&file, Ties::default()).map_err(|error| Error::system("write to a memfd", error))?;
+        file.write_all_at(&[0; BYTES], 0).map_err(|error| Error::system("write to a memfd", error))?;
         Ok(Self { file, last: Mutex::default() })
+    }
+
+    /// How many checkpoints of this process were made.
+    pub(super) fn checkpoints(&self) -> u64 {
+        number_at(&self.file, CHECKPOINTS).unwrap_or_default()
     }
 
     /// Publishes new numbers. A write to pages that exist does not fail.
@@ -56,20 +64,12 @@ impl Published {
         let mut last = lock(&self.last);
         if *last != ties {
             *last = ties;
-            if let Err(error) = write(&self.file, ties) {
+            let numbers = [u64::from(process::id()), ties.imported, ties.own];
+            if let Err(error) = self.file.write_all_at(numbers.map(u64::to_ne_bytes).as_flattened(), 0) {
                 tracing::error!(%error, "cannot publish the shared memory: do not checkpoint this process");
             }
         }
     }
-}
-
-fn write(file: &File, Ties { imported, own }: Ties) -> io::Result<()> {
-    let numbers = [u64::from(process::id()), imported, own];
-    let mut bytes = [0; BYTES];
-    for (to, number) in bytes.chunks_exact_mut(8).zip(numbers) {
-        to.copy_from_slice(&number.to_ne_bytes());
-    }
-    file.write_all_at(&bytes, 0)
 }
 
 impl Ties {
@@ -79,26 +79,50 @@ impl Ties {
     /// See proc_pid_fd(5): the process must be of this user, or this process privileged.
     pub fn of(pid: u32) -> io::Result<Self> {
         let mut ties = Self::default();
-        let root = Path::new("/proc").join(pid.to_string());
-        let own_number = innermost(&fs::read_to_string(root.join("status"))?);
-        for entry in fs::read_dir(root.join("fd"))? {
-            let path = entry?.path();
-            // It may be closed meanwhile.
-            let Ok(link) = fs::read_link(&path) else { continue };
-            if !link.as_os_str().as_encoded_bytes().starts_with(LINK.as_bytes()) {
-                continue;
-            }
-            let mut bytes = [0; BYTES];
-            let Ok(()) = File::open(&path).and_then(|file| file.read_exact_at(&mut bytes, 0)) else { continue };
-            let number = |at: usize| u64::from_ne_bytes(std::array::from_fn(|byte| bytes[8 * at + byte]));
-            // A fork has its parent's file, and can't use its memory.
-            if Some(number(0)) == own_number {
-                ties.imported = ties.imported.saturating_add(number(1));
-                ties.own = ties.own.saturating_add(number(2));
-            }
+        for file in files(pid, false)? {
+            ties.imported = ties.imported.saturating_add(number_at(&file, 8)?);
+            ties.own = ties.own.saturating_add(number_at(&file, 16)?);
         }
         Ok(ties)
     }
+
+    /// Tells another process that a checkpoint of it is made: its own memory will be a copy, which it must not share any more.
+    ///
+    /// # Errors
+    /// As [`Ties::of`].
+    pub fn announce_checkpoint(pid: u32) -> io::Result<()> {
+        for file in files(pid, true)? {
+            let count = number_at(&file, CHECKPOINTS)? + 1;
+            file.write_all_at(&count.to_ne_bytes(), CHECKPOINTS)?;
+        }
+        Ok(())
+    }
+}
+
+/// The files of a process, one for each copy of the library that it has loaded.
+fn files(pid: u32, writable: bool) -> io::Result<Vec<File>> {
+    let root = Path::new("/proc").join(pid.to_string());
+    let own_number = innermost(&fs::read_to_string(root.join("status"))?);
+    let mut files = Vec::new();
+    for entry in fs::read_dir(root.join("fd"))? {
+        let path = entry?.path();
+        // It may be closed meanwhile.
+        let Ok(link) = fs::read_link(&path) else { continue };
+        if link.as_os_str().as_encoded_bytes().starts_with(LINK.as_bytes()) {
+            let file = File::options().read(true).write(writable).open(&path)?;
+            // A fork has its parent's file, and can't use its memory.
+            if Some(number_at(&file, 0)?) == own_number {
+                files.push(file);
+            }
+        }
+    }
+    Ok(files)
+}
+
+fn number_at(file: &File, offset: u64) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, offset)?;
+    Ok(u64::from_ne_bytes(bytes))
 }
 
 /// The number of a process in its own PID namespace, which may be inside ours: the last one of `NSpid`. See proc_pid_status(5).

@@ -174,6 +174,11 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn diagnosis(&self) -> Result<&dyn Diagnosis>;
 
+    /// How many checkpoints of this process were made. After one, memory that it shared is a private copy.
+    fn checkpoint_count(&self) -> u64 {
+        0
+    }
+
     /// Checkpoints of processes.
     ///
     /// # Errors

@@ -42,6 +42,8 @@ pub struct Shared {
     /// Whether this process has given up its write access. Other processes may still write.
     read_only: AtomicBool,
     timings: Timings,
+    /// The number of checkpoints of this process that were made before.
+    checkpoints: u64,
 }
 
 #[derive(Debug)]
@@ -112,7 +114,17 @@ impl Shared {
     fn of(device: &Device, memory: SharedBacking) -> Self {
         let sealed = AtomicBool::new(false);
         let read_only = AtomicBool::new(false);
-        Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
+        let checkpoints = device.verbs().checkpoint_count();
+        Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default(), checkpoints }
+    }
+
+    /// Fails if a checkpoint has made the memory a private copy.
+    fn check_shareable(&self) -> Result<()> {
+        if self.device.verbs().checkpoint_count() == self.checkpoints {
+            return Ok(());
+        }
+        let problem = "this process was suspended after it had created the memory, which is now a copy that no other process can get: create it again";
+        Err(Error::Misuse { problem: problem.to_owned() })
     }
 
     /// Memory that this process has no write access to, through its own addresses.
@@ -205,11 +217,13 @@ impl Shared {
     /// Describes the memory for another process. Together with the descriptors, this is enough to open it.
     ///
     /// # Errors
-    /// [`Error::Driver`] if the driver does not return the 64 bytes of a pool buffer or of legacy memory.
+    /// [`Error::Driver`] if the driver does not return the 64 bytes of a pool buffer or of legacy memory; [`Error::Misuse`] as for
+    /// [`Shared::chunks`].
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
     pub fn describe(&self) -> Result<Description> {
+        self.check_shareable()?;
         let sharing = match &self.memory {
             SharedBacking::Vmm(chunks) => Sharing::Vmm { placement: chunks.placement(), segments: chunks.segments() },
             SharedBacking::Pool { buffer } => {
@@ -232,8 +246,10 @@ impl Shared {
     /// [`super::Mechanism::Vmm`]. An empty range has no allocations.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range exceeds the data, or its start exceeds its end.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range exceeds the data, or its start exceeds its end;
+    /// [`Error::Misuse`] if a checkpoint has made the memory a private copy (`vmmfd suspend --own-copies`).
     pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Run, Vec<Arc<Chunk>>)>> {
+        self.check_shareable()?;
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.part(range).map(Some),
             _ => Ok(None),

@@ -1,6 +1,7 @@
 """The rows of the group `live`: new versions under load, sleep, and deaths of the broker's server meanwhile."""
 import re
 import statistics
+import subprocess
 import sys
 import time
 
@@ -158,15 +159,15 @@ def sleep(lab, engine, trainer, expected, newest):
             row.require(all(seconds <= 0.010 for _, seconds in figures(engine, PARKED)[-2:]), "our part takes more than 10 ms")
     with lab.row("versions-while-asleep") as row:
         ask(engine, "sleep 1")
-        trainer.ask("put high")
+        made = trainer.ask("put high")
         ask(engine, "wake")
         ask(newest, "wake")
         row["own"], row["newest"] = (side(ask(each, "tokens")["tokens"][0]) for each in (engine, newest))
         row.require(row["own"] == "low" and ask(engine, "tokens")["tokens"] == expected["low"], "not its own version")
         row.require(row["newest"] == "high" and ask(newest, "tokens")["tokens"] == expected["high"], "not the newest version")
+    suspended(lab, engine, made["version"], expected["high"])
     with lab.row("memory-of-weights-while-asleep") as row:
         # Asleep, `newest` holds no version: without the name nothing holds the weights.
-        engine.end()
         used = lab.memory.settled()
         ask(newest, "sleep 1")
         row["asleep_mib"] = round((used - lab.memory.settled()) / MIB)
@@ -175,6 +176,41 @@ def sleep(lab, engine, trainer, expected, newest):
         row["wake_says"] = newest.ask("wake").get("error", "")[:300]
         row.require(row["asleep_and_deleted_mib"] - row["asleep_mib"] > 7900, "the weights are not free")
         row.require("there is no object" in row["wake_says"], "the wake does not say what is missing")
+
+
+def suspended(lab, engine, version, expected):
+    """An engine without any GPU memory, woken again, and one killed in this state."""
+    def command(verb):
+        begin = time.monotonic()
+        # The engine put the object, and keeps memory of the pool that it was loaded into.
+        options = ["--own-copies"] if verb == "suspend" else []
+        run = subprocess.run([lab.command, verb, str(engine.child.pid), *options], capture_output=True, text=True, timeout=60)
+        if run.returncode:
+            raise Failed(f"vmmfd {verb} exited with {run.returncode}: {run.stderr}"[:600])
+        return round(time.monotonic() - begin, 2)
+
+    ask(engine, f"update {version} wait")
+    for level in (1, 2):
+        with lab.row(f"suspended-level-{level}") as row:
+            ask(engine, f"sleep {level}")
+            asleep = lab.memory.settled()
+            row["suspend_s"] = command("suspend")
+            row["freed_beyond_sleep_mib"] = round((asleep - lab.memory.settled()) / MIB)
+            row["resume_s"] = command("resume")
+            begin = time.monotonic()
+            ask(engine, "wake")
+            row["wake_s"] = round(time.monotonic() - begin, 2)
+            row.require(ask(engine, "tokens")["tokens"] == expected, "other tokens than before")
+    with lab.row("killed-while-suspended") as row:
+        run = subprocess.run([lab.command, "suspend", str(engine.child.pid), "--own-copies"], capture_output=True, text=True, timeout=60)
+        row["awake_says"] = run.stderr.strip()[:200]
+        row.require(run.returncode == 1 and ask(engine, "tokens")["tokens"] == expected, "an engine that is awake was not refused")
+        ask(engine, "sleep 1")
+        command("suspend")
+        used = lab.memory.settled()
+        engine.end()
+        row["left_while_suspended_mib"] = round((used - lab.memory.settled()) / MIB)
+        row.require(row["left_while_suspended_mib"] <= 8, "a suspended engine has GPU memory")
 
 
 def deaths(lab, broker, engine, trainer, expected, prefix="", updates=10, spacing=0.004):

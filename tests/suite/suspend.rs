@@ -7,9 +7,10 @@ use std::{
 
 use serde_json::Value;
 use vmmfd::{
+    Error,
     driver::Access::{ReadOnly, ReadWrite},
     internals::Ties,
-    memory::{Allocation, LegacyMemory, Mapping, Region},
+    memory::{Allocation, LegacyMemory, Mapping, Region, Shared, Spec},
 };
 
 use crate::{
@@ -65,6 +66,21 @@ fn suspends(subject: Subject, place: Meeting) -> String {
         refused(Ties { imported: 2, own: 1 }, "of other processes, and has mapped 1 allocation of its own");
         drop(views);
     }
+    let shared = Shared::create(&device, Spec::vmm(1000)).unwrap();
+    shared.copy_in(0, b"kept").unwrap();
+    refused(Ties { imported: 0, own: 1 }, "of its own for others");
+    shared.describe().unwrap();
+    run("suspend", &["--own-copies"]).end().code(0);
+    run("resume", &[]).end().code(0);
+    let mut bytes = [0; 4];
+    shared.copy_out(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"kept");
+    for result in [shared.describe().map(drop), shared.chunks(0..1).map(drop)] {
+        assert!(
+            matches!(result, Err(Error::Misuse { problem }) if problem.contains("a copy that no other process can get"))
+        );
+    }
+    drop(shared);
     assert_eq!(Ties::of(process::id()).unwrap(), Ties::default());
     subject.verbs.activate(0).unwrap();
     if subject.fake.is_some() {

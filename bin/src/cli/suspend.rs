@@ -28,7 +28,7 @@ use crate::{
 /// It needs driver 570 and the rights to trace the processes.
 ///
 /// The driver can't restore a process that has mapped another process's memory: park its leases first. The command refuses such a process,
-/// and a process with memory that it created to share, which would be a copy afterwards. It sees memory of this library only: libraries
+/// and without --own-copies also a process with memory that it created to share. It sees memory of this library only: libraries
 /// that share memory between processes themselves, such as NCCL, must be set up without that.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("suspended", "the memory of a process can't be restored later: nothing was changed"; 2 3 5 130))]
@@ -36,6 +36,10 @@ pub(super) struct SuspendOptions {
     /// Process, with its children
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pid: u32,
+
+    /// Suspend a program that has memory which it created to share: this becomes a copy, which it can use but not share any more
+    #[arg(long, help_heading = "Processes")]
+    own_copies: bool,
 
     /// Longest time to wait for calls of CUDA in progress
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10s", help_heading = "Processes")]
@@ -77,7 +81,7 @@ impl Tool for SuspendOptions {
         let group = Group::of(driver.verbs().checkpoints()?, self.pid)?;
         progress.close();
         let began = Instant::now();
-        group.suspend(self.timeout)?;
+        group.suspend(self.timeout, self.own_copies)?;
         Ok(ToolOutput::of(output, Exit::Verified, group.report(ProcessState::Running, began), |report, _| {
             rendered(report, "suspended")
         }))
@@ -166,7 +170,7 @@ impl<'a> Group<'a> {
     }
 
     /// Suspends all processes or none.
-    fn suspend(&self, timeout: Duration) -> Result<()> {
+    fn suspend(&self, timeout: Duration, own_copies: bool) -> Result<()> {
         let running: Vec<&Process> =
             self.processes.iter().filter(|process| process.state == ProcessState::Running).collect();
         if let Some(other) =
@@ -179,11 +183,17 @@ impl<'a> Group<'a> {
             };
             return Err(failed(other.pid, &other.command, problem));
         }
-        check_ties(&running)?;
+        check_ties(&running, own_copies)?;
         let locked = self.each(&running, |pid| self.driver.lock(pid, timeout));
         // No call of CUDA is in progress any more: the numbers are final.
-        let locked = locked.and_then(|()| check_ties(&running));
-        let suspended = locked.and_then(|()| self.each(&running, |pid| self.driver.checkpoint(pid)));
+        let locked = locked.and_then(|()| check_ties(&running, own_copies));
+        let suspended = locked.and_then(|()| {
+            self.each(&running, |pid| {
+                self.driver.checkpoint(pid)?;
+                // Before it can run again.
+                Ties::announce_checkpoint(pid).map_err(|error| Error::system("write to the process's memfd", error))
+            })
+        });
         if suspended.is_err() {
             // Undo what was done, whatever it was.
             let _ = self.wake(&running);
@@ -227,11 +237,11 @@ impl<'a> Group<'a> {
 }
 
 /// Refuses processes whose memory can't be restored as it is.
-fn check_ties(processes: &[&Process]) -> Result<()> {
+fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
     for Process { pid, command, .. } in processes {
         let ties = Ties::of(*pid)
             .map_err(|error| failed(*pid, command, &format!("can't be inspected: /proc/{pid}: {error}")))?;
-        if ties != Ties::default() {
+        if ties.imported > 0 || ties.own > 0 && !own_copies {
             return Err(ToolError::Tied { pid: *pid, command: command.clone(), ties }.into());
         }
     }

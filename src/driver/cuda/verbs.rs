@@ -428,6 +428,10 @@ unsafe impl Verbs for CudaDriver {
         Ok(&*self.core)
     }
 
+    fn checkpoint_count(&self) -> u64 {
+        self.core.ties.checkpoints()
+    }
+
     fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         self.core.origin.check()?;
         Ok(&*self.core)

@@ -450,6 +450,10 @@ unsafe impl Verbs for Faulty {
         Ok(self)
     }
 
+    fn checkpoint_count(&self) -> u64 {
+        self.inner.checkpoint_count()
+    }
+
     fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         self.inner.checkpoints()
     }
