@@ -58,7 +58,7 @@ mod table;
 
 pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
-    ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
+    ObjectPart, Prepared, Put, PutPart, Recall, RecallHolder, RecallOf, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::keeper::KeeperPath;
 #[cfg(feature = "internals")]

@@ -16,7 +16,7 @@ use std::{
 
 use vmmfd::{
     Error,
-    broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart, Quota},
+    broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart, Quota, RecallOf},
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
@@ -92,6 +92,28 @@ fn assert_code<T: std::fmt::Debug>(result: vmmfd::Result<T>, code: Option<Refusa
 
 mod root {
     use super::*;
+
+    #[test]
+    #[ignore = "needs root: make test-all runs it as root"]
+    fn only_owner_recalls() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let (path, memory) = (server.path.clone(), Piece::new(&subject, MIB));
+        as_user(MAKER, TEAM, &[], || {
+            connect(&path).put(&Put::new("a").mode(0o666).part(memory.part())).unwrap();
+        });
+        let root = connect(&path);
+        let held = root.get(&Get::new("a")).unwrap();
+        let recalls = |uid, code: Option<RefusalCode>, marked: bool| {
+            as_user(uid, uid, &[], || {
+                assert_code(connect(&path).recall("a", RecallOf::Current, Duration::ZERO), code, "a recall");
+            });
+            assert_eq!(root.who("a").unwrap().leases[0].recalled, marked, "after uid {uid}");
+        };
+        recalls(OTHER, Some(RefusalCode::Denied), false);
+        recalls(MAKER, None, true);
+        assert!(held.is_recalled().unwrap());
+    }
 
     #[test]
     #[ignore = "needs root: make test-all runs it as root"]

@@ -43,7 +43,9 @@ fn at(instance: &str, seq: u64) -> WatchPlace {
 /// Receives a subscription, and asserts its start position.
 #[track_caller]
 fn subscribed(peer: &Peer, after: Option<(&str, u64)>) {
-    let Message::Watch(WatchHeader { prefix, after: seq, instance }) = peer.next().0 else { panic!("another request") };
+    let Message::Watch(WatchHeader { prefix, after: seq, instance, .. }) = peer.next().0 else {
+        panic!("another request")
+    };
     assert_eq!(prefix, "models/");
     assert_eq!((instance.as_deref(), seq), (after.map(|(instance, _)| instance), after.map(|(_, seq)| seq)));
 }

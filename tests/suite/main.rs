@@ -21,6 +21,7 @@ mod broker_orders;
 mod broker_pages;
 mod broker_paths;
 mod broker_process;
+mod broker_recall;
 mod broker_reconnect;
 mod broker_restart;
 mod broker_status;

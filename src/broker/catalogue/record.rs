@@ -46,6 +46,14 @@ pub(in crate::broker) enum Record {
     },
     /// A reader reported that a version is unusable.
     Reported(Report),
+    /// The holders of a version were asked to end their leases. `key` is the version's.
+    Recalled {
+        key: u64,
+        /// The process that asked.
+        by: Maker,
+        /// In milliseconds since 1970.
+        at_ms: u64,
+    },
 }
 
 /// An event, and the data that decides who may see it.

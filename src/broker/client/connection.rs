@@ -17,6 +17,7 @@ use super::{
     dial::{Dialled, Dialler, no_broker},
     exchange::Exchange,
     holdings::{Handlers, Holdings, OwnLease},
+    recalls::Recalls,
     records::{buffer, is_broken, is_stopped, send_on},
     turns::Turns,
     waker::Waker,
@@ -61,6 +62,7 @@ pub(super) struct Connection {
     requester: AtomicUsize,
     pub(super) holdings: Mutex<Holdings>,
     pub(super) handlers: Mutex<Handlers>,
+    pub(super) recalls: Mutex<Recalls>,
     /// False from a break until the reconnect has completed.
     pub(super) connected: AtomicBool,
     /// Whether an answer is due that nobody waits for. The socket still holds the leases, until a reconnect has moved them.
@@ -128,6 +130,7 @@ impl Connection {
             requester: AtomicUsize::new(0),
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
+            recalls: Mutex::default(),
             connected: AtomicBool::new(true),
             abandoned: AtomicBool::new(false),
             former: Mutex::default(),

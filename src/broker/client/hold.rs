@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{connection::Connection, holdings::OwnLease};
 use crate::{
-    error::{Error, code},
+    error::{Error, Result, code},
+    sys::lock,
     wire::broker::{Message, ReportHeader},
 };
 
@@ -100,6 +101,16 @@ impl Hold {
     /// Whether the broker counts the lease, as far as this process knows.
     pub(super) fn is_held(&self) -> bool {
         self.connection.counts(&self.held)
+    }
+
+    /// Whether the broker has asked this process to end the lease.
+    pub(super) fn is_recalled(&self) -> Result<bool> {
+        self.connection.watch_recalls()?;
+        Ok(lock(&self.held.recall).is_recalled())
+    }
+
+    pub(super) fn on_recall(&self, call: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.connection.on_recall(&self.held, Box::new(call))
     }
 
     /// Reports memory that differs from its description.

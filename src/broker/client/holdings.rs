@@ -5,12 +5,15 @@ use std::{
     fmt,
     os::fd::OwnedFd,
     sync::{
-        Arc, Weak,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
-use super::Client;
+use super::{
+    Client,
+    recalls::{RecallHandler, RecallState},
+};
 use crate::{
     memory::Description,
     wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
@@ -60,11 +63,13 @@ pub(super) struct OwnLease {
     counted: AtomicBool,
     /// Set once a restore failed for a permanent reason.
     restore_failed: AtomicBool,
+    pub(super) recall: Mutex<RecallState>,
 }
 
 impl OwnLease {
     pub(super) fn new(token: Token, header: Arc<Header>, restore: Option<Vec<RestorePart>>) -> Self {
-        Self { token, header, restore, counted: AtomicBool::new(true), restore_failed: AtomicBool::new(false) }
+        let (counted, restore_failed) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { token, header, restore, counted, restore_failed, recall: Mutex::default() }
     }
 
     pub(super) fn is_counted(&self) -> bool {
@@ -201,6 +206,8 @@ pub(super) struct Handlers {
     pub(super) restored: Vec<Handler<Restored>>,
     /// Notices that the handlers have not received yet.
     pub(super) due: Vec<Notice>,
+    /// Handlers of recalled leases that were not called yet.
+    pub(super) recalled: Vec<RecallHandler>,
 }
 
 impl Handlers {

@@ -115,6 +115,29 @@ impl Lease {
         self.hold.is_held()
     }
 
+    /// Whether the owner has [recalled](super::Client::recall) the version: this process should end the lease. Dropping the lease does,
+    /// and so does [`Object::park`], but not [`Object::park_with_lease`].
+    ///
+    /// The first call for a client opens a second connection to the broker, which receives only recalls, and blocks meanwhile.
+    ///
+    /// # Errors
+    /// Of the first call: [`Error::Misuse`] for a client without a path ([`Client::over`](super::Client::over)) and in a fork; errors of
+    /// [`Client::connect`](super::Client::connect).
+    pub fn is_recalled(&self) -> Result<bool> {
+        self.hold.is_recalled()
+    }
+
+    /// Calls a handler once, when the owner recalls the version; soon if it is recalled already. It is dropped with the lease.
+    ///
+    /// Handlers run on the connection's background thread, so they should return soon, and must not own this lease or a clone of the
+    /// client. They may send to a channel, or set a flag that the owner of the lease reads.
+    ///
+    /// # Errors
+    /// As [`Lease::is_recalled`].
+    pub fn on_recall(&self, call: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.hold.on_recall(call)
+    }
+
     /// The memory's backend: `cuda` or `host`.
     pub fn backend(&self) -> &str {
         &self.header.backend

@@ -9,6 +9,8 @@ mod holdings;
 mod lease;
 mod object;
 mod put;
+mod recall;
+mod recalls;
 mod reconnect;
 mod records;
 mod switch;
@@ -32,6 +34,7 @@ pub use self::{
     lease::{Lease, LeasedPart},
     object::{Object, ObjectPart},
     put::{Condition, Put, PutPart},
+    recall::{Recall, RecallHolder, RecallOf},
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},
 };
@@ -119,6 +122,12 @@ impl ObjectInfo {
     /// The text of the creator's metadata, whose numbers have all their digits; `{}` if it gave none.
     pub fn metadata_text(&self) -> String {
         serde_json::to_string(&self.texts).unwrap_or_default()
+    }
+
+    /// Whether the name keeps the version without a lease: it is the current version, or one of the last before it.
+    pub fn is_kept(&self) -> bool {
+        let VersionInfo { summary, versions, keep, .. } = &self.version;
+        versions.iter().rev().take(*keep as usize + 1).any(|number| *number == summary.version)
     }
 }
 

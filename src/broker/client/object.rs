@@ -51,6 +51,23 @@ impl Object {
         self.hold.as_ref().is_some_and(Hold::is_held)
     }
 
+    /// As [`Lease::is_recalled`](super::Lease::is_recalled); false while [parked](Object::park) without a lease.
+    ///
+    /// # Errors
+    /// As [`Lease::is_recalled`](super::Lease::is_recalled).
+    pub fn is_recalled(&self) -> Result<bool> {
+        self.hold.as_ref().map_or(Ok(false), Hold::is_recalled)
+    }
+
+    /// As [`Lease::on_recall`](super::Lease::on_recall), for the present version: a [`switch`](Object::switch) moves the handler with the
+    /// lease. Does nothing while [parked](Object::park) without a lease.
+    ///
+    /// # Errors
+    /// As [`Lease::is_recalled`](super::Lease::is_recalled).
+    pub fn on_recall(&self, call: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.hold.as_ref().map_or(Ok(()), |hold| hold.on_recall(call))
+    }
+
     /// The requested parts.
     pub fn parts(&self) -> &[ObjectPart] {
         &self.parts

@@ -256,23 +256,30 @@ impl Connection {
 
     /// Calls the handlers with the queued notices.
     pub(super) fn call_handlers(self: &Arc<Self>) {
-        let (due, lost, restored) = {
+        let (due, recalled, lost, restored) = {
             let mut handlers = lock(&self.handlers);
-            if handlers.due.is_empty() {
+            if handlers.due.is_empty() && handlers.recalled.is_empty() {
                 return;
             }
-            (std::mem::take(&mut handlers.due), handlers.lost.clone(), handlers.restored.clone())
+            let (due, recalled) = (std::mem::take(&mut handlers.due), std::mem::take(&mut handlers.recalled));
+            (due, recalled, handlers.lost.clone(), handlers.restored.clone())
+        };
+        // A panicking handler must not end this thread.
+        let run = |handlers: &str, call: &mut dyn FnMut()| {
+            if panic::catch_unwind(AssertUnwindSafe(call)).is_err() {
+                tracing::error!("an {handlers} handler panicked");
+            }
         };
         let client = Client(Arc::clone(self));
         for notice in due {
-            // A panicking handler must not end this thread.
-            let called = panic::catch_unwind(AssertUnwindSafe(|| match &notice {
+            run("on_lost or on_restored", &mut || match &notice {
                 Notice::Lost(notice) => lost.iter().for_each(|call| call(&client, notice)),
                 Notice::Restored(notice) => restored.iter().for_each(|call| call(&client, notice)),
-            }));
-            if called.is_err() {
-                tracing::error!("an on_lost or on_restored handler panicked");
-            }
+            });
+        }
+        for call in recalled {
+            let mut call = Some(call);
+            run("on_recall", &mut || call.take().into_iter().for_each(|call| call()));
         }
     }
 }

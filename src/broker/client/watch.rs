@@ -137,6 +137,12 @@ impl Watch {
         &self.place
     }
 
+    /// Drops the received events.
+    pub(super) fn discard(&mut self) {
+        self.queue.clear();
+        self.take();
+    }
+
     /// Takes the next received event.
     fn take(&mut self) -> Option<Watched> {
         match (self.queue.pop_front(), &self.seen) {
@@ -166,6 +172,7 @@ impl Watch {
             prefix: self.prefix.clone(),
             after: self.seen.as_ref().map(|seen| seen.seq),
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),
+            recalls: false,
         });
         exchange.send_first(&request, &[])?;
         // The first answer arrives at once and may be empty.

@@ -16,6 +16,7 @@ use nix::{
 use super::{
     connection::Connection,
     dial::{Dialler, no_broker},
+    recalls::Subscription,
     records::buffer,
     waker::Waker,
 };
@@ -30,6 +31,9 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The first and the longest pause between attempts to reconnect.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
+
+/// The pause between attempts to subscribe to recalls, in milliseconds.
+const RETRY: u16 = 1000;
 
 impl Connection {
     /// Starts the background thread unless it runs.
@@ -68,6 +72,13 @@ fn start(connection: &Arc<Connection>) -> Result<Waker> {
     Ok(Waker::new(wake))
 }
 
+/// Does the work of a connection that is up.
+fn serve(connection: &Arc<Connection>, recalls: &mut Option<Subscription>) -> Next {
+    let retry = connection.receive_recalls(recalls);
+    connection.call_handlers();
+    Next::HangUp { pending_releases: connection.try_flush_releases(), retry }
+}
+
 /// The background thread's state.
 struct Watcher {
     connection: Weak<Connection>,
@@ -79,8 +90,8 @@ struct Watcher {
 
 /// The event that the thread waits for.
 enum Next {
-    /// Broken connection; with `pending_releases`, also room in the socket.
-    HangUp { pending_releases: bool },
+    /// Broken connection, or a recall; with `pending_releases`, also room in the socket; with `retry`, also the time to subscribe to recalls.
+    HangUp { pending_releases: bool, retry: bool },
     /// Timeout.
     Pause(Duration),
     /// A wake-up by another thread.
@@ -90,21 +101,21 @@ enum Next {
 impl Watcher {
     fn run(self) {
         call_no_checks();
-        let mut next = Next::HangUp { pending_releases: false };
+        let mut next = Next::HangUp { pending_releases: false, retry: false };
+        let mut recalls = None;
         // When the connection broke, whether the handlers were called, and the pause before the next attempt.
         let mut since = None;
         let mut reported = false;
         let mut pause = PAUSES[0];
         loop {
-            if let Err(error) = self.wait(&next) {
+            if let Err(error) = self.wait(&next, recalls.as_ref()) {
                 tracing::warn!(%error, "cannot wait for the broker: leases end with the connection unless a request reconnects in time");
                 return;
             }
             let Some(connection) = self.connection.upgrade() else { return };
             connection.call_handlers();
             if !connection.needs_reconnect() {
-                let pending_releases = connection.try_flush_releases();
-                (next, since, reported, pause) = (Next::HangUp { pending_releases }, None, false, PAUSES[0]);
+                (next, since, reported, pause) = (serve(&connection, &mut recalls), None, false, PAUSES[0]);
                 continue;
             }
             let Some(dialler) = &self.dialler else {
@@ -120,7 +131,7 @@ impl Watcher {
                 };
                 // A request may have reconnected in the meantime.
                 if !connection.needs_reconnect() {
-                    next = Next::HangUp { pending_releases: connection.try_flush_releases() };
+                    next = Next::HangUp { pending_releases: connection.try_flush_releases(), retry: true };
                     continue;
                 }
                 if connection.is_hung_up() {
@@ -181,17 +192,19 @@ impl Watcher {
         }
     }
 
-    fn wait(&self, next: &Next) -> io::Result<()> {
+    fn wait(&self, next: &Next, recalls: Option<&Subscription>) -> io::Result<()> {
         // poll(2) always reports POLLHUP. Records are for the requesting thread, so do not ask for POLLIN.
         let wake = PollFd::new(self.wake.as_fd(), PollFlags::POLLIN);
-        let writable = if matches!(next, Next::HangUp { pending_releases: true }) {
+        let writable = if matches!(next, Next::HangUp { pending_releases: true, .. }) {
             PollFlags::POLLOUT
         } else {
             PollFlags::empty()
         };
         let socket = PollFd::new(self.socket.as_fd(), writable);
-        let mut polled = [wake, socket];
+        let mut polled = vec![wake, socket];
+        polled.extend(recalls.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)));
         let (polled, timeout) = match next {
+            Next::HangUp { retry: true, .. } => (&mut polled[..], PollTimeout::from(RETRY)),
             Next::HangUp { .. } => (&mut polled[..], PollTimeout::NONE),
             Next::Wake => (&mut polled[..1], PollTimeout::NONE),
             // Round up: a pause of 0 would spin.

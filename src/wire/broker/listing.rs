@@ -3,7 +3,7 @@
 use super::messages::{Lifetime, Maker, Owner, Table};
 use crate::{
     base::strict::objects,
-    wire::{DeviceIdentity, Memory},
+    wire::{DeviceIdentity, Memory, strict::or_default},
 };
 
 objects! {
@@ -172,6 +172,10 @@ objects! {
         pub since_ms: u64,
         /// Size of the leased memory in bytes, as claimed in the put.
         pub size: u64,
+        /// Whether the holders of the version were asked to end their leases.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
+        pub recalled: bool,
     }
 
     /// A user's totals in the broker.

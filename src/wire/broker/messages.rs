@@ -285,6 +285,12 @@ objects! {
         pub request: Option<Token>,
     }
 
+    /// Asks the holders of versions to end their leases.
+    pub struct Recall {
+        /// The versions' UUIDs. Unknown ones are ignored.
+        pub ids: Vec<String>,
+    }
+
     /// Confirms a request.
     pub struct Done {}
 

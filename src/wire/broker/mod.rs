@@ -16,8 +16,8 @@ pub use self::{
     },
     messages::{
         ArrayEntry, ClaimHeader, Claimed, Delete, Done, GetHeader, GetObject, LeaseHeader, LeasePartHeader, Lifetime,
-        Maker, Owner, Published, PutHeader, PutPartHeader, Refusal, Release, ReportHeader, Restore, Resume, Resumed,
-        Send, Stop, Table, Token,
+        Maker, Owner, Published, PutHeader, PutPartHeader, Recall, Refusal, Release, ReportHeader, Restore, Resume,
+        Resumed, Send, Stop, Table, Token,
     },
     monitoring::{
         Crash, Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room,
@@ -75,6 +75,9 @@ pub const MAX_OBJECTS: usize = 64;
 /// The largest number of parts, arrays and digests in one `get`.
 pub const MAX_NAMED: usize = 1024;
 
+/// The largest number of versions in one `recall`.
+pub const MAX_RECALLED: usize = 64;
+
 /// The largest number of leases and puts in one `resume`.
 pub const MAX_RESUMED: usize = 1024;
 
@@ -113,6 +116,7 @@ messages! {
     53 "events" Events(Events),
     54 "measure" Measure(Measure),
     55 "measured" Measured(Box<Measured>),
+    56 "recall" Recall(Recall),
 }
 
 no_texts!(Attached, EventKind, Lifetime, RefusalCode, Table, Token, std::collections::BTreeMap<String, String>);
@@ -225,6 +229,10 @@ impl Message {
             }
             Self::Resume(Resume { leases, puts }) => {
                 most("leases and puts in a resume", leases.len() + puts.len(), MAX_RESUMED)
+            }
+            Self::Recall(Recall { ids }) => {
+                most("versions in a recall", ids.len(), MAX_RECALLED)?;
+                ids.iter().try_for_each(|id| bounded(id))
             }
             Self::List(List { prefix, .. })
             | Self::Who(Who { prefix, .. })

@@ -15,6 +15,10 @@ objects! {
         pub after: Option<u64>,
         /// The UUID of the broker's state that numbered `after`.
         pub instance: Option<String>,
+        /// Requests only the events of the kind `recalled`.
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
+        pub recalls: bool,
     }
 
     /// Events of versions.
@@ -76,6 +80,8 @@ pub enum EventKind {
     Leased,
     /// A lease ended.
     Ended,
+    /// The holders of a version were asked to end their leases.
+    Recalled,
     /// A kind that this build does not know.
     #[serde(other)]
     Unknown,

@@ -116,6 +116,7 @@ fn docs_list_the_limits() {
         ("parts, arrays and digests that one `get` names", MAX_NAMED as u64),
         ("a name", MAX_NAME as u64),
         ("descriptors of one record", MAX_FDS as u64),
+        ("versions of one `recall`", MAX_RECALLED as u64),
     ] {
         assert_eq!(row(what), limit, "{what}");
     }
@@ -216,6 +217,8 @@ fn limits_of_other_messages() -> Vec<Case> {
         ("prefix of a who", MAX_NAME, Box::new(move |n| Message::Who(Who { prefix: name(n), after: None }))),
         ("name of a stat", MAX_NAME, Box::new(move |n| Message::Stat(Stat { name: name(n), version: None }))),
         ("name of a delete", MAX_NAME, Box::new(move |n| Message::Delete(Delete { name: name(n), request: None }))),
+        ("versions of a recall", MAX_RECALLED, Box::new(|n| Message::Recall(Recall { ids: vec![String::new(); n] }))),
+        ("id in a recall", MAX_NAME, Box::new(move |n| Message::Recall(Recall { ids: vec![name(n)] }))),
         ("segments of one record", MAX_FDS, Box::new(|n| Message::Segments(Segments { first: 0, sizes: vec![1; n] }))),
         (
             "capabilities",
@@ -259,6 +262,7 @@ fn unchecked(message: &Message) -> (u16, Value) {
         Message::Stat(body) => (40, serde_json::to_value(body)),
         Message::Who(body) => (42, serde_json::to_value(body)),
         Message::Delete(body) => (44, serde_json::to_value(body)),
+        Message::Recall(body) => (56, serde_json::to_value(body)),
         other => panic!("{other:?}"),
     };
     (value.0, value.1.unwrap())

@@ -91,6 +91,7 @@ fn kind_name(kind: EventKind) -> &'static str {
         EventKind::Reported => "reported",
         EventKind::Leased => "leased",
         EventKind::Ended => "ended",
+        EventKind::Recalled => "recalled",
         // From a newer broker.
         _ => "unknown",
     }

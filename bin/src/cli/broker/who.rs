@@ -226,7 +226,7 @@ mod tests {
     fn lease(number: u64, name: &str, id: &str, named: bool, size: u64) -> HeldLease {
         let name = name.to_owned();
         let id = id.to_owned();
-        HeldLease { number, name, version: 1, id, named, pid: 7, uid: 0, command: None, since_ms: 0, size }
+        HeldLease { number, name, version: 1, id, named, pid: 7, uid: 0, command: None, since_ms: 0, size, recalled: false }
     }
 
     #[test]

@@ -126,6 +126,7 @@ fn each_kind() -> Vec<Record> {
             at_ms: 5,
             message: "another size".to_owned(),
         }),
+        Record::Recalled { key: 1, by: Maker { pid: 8, uid: 1000, command: None }, at_ms: 5 },
         Record::Ended { token: token(0xA5), at_ms: 6 },
         Record::Published(Box::new(bare)),
         deleted("models/llama"),

@@ -6,9 +6,10 @@ use nix::unistd::geteuid;
 
 use super::refuse;
 use crate::{
+    broker::catalogue::record::Seen,
     error::{BrokerError, RefusalCode},
     sys,
-    wire::broker::{Maker, Owner},
+    wire::broker::{EventKind, Maker, Owner},
 };
 
 /// Identifies a connection. Numbers are not reused.
@@ -50,6 +51,11 @@ impl Caller {
         is_superuser(self.uid)
     }
 
+    /// Whether the caller may delete and recall the objects of an owner.
+    pub(crate) fn may_remove(&self, owner: Owner) -> bool {
+        self.is_superuser() || self.uid == owner.uid && !self.is_unmapped()
+    }
+
     /// Whether the caller's user is unmapped in this user namespace. All unmapped users share one uid, so they can't own objects.
     pub(crate) fn is_unmapped(&self) -> bool {
         self.uid == sys::overflow_uid()
@@ -68,8 +74,9 @@ impl Caller {
     }
 
     /// The caller's permissions, without its connection.
-    pub(crate) fn reader(&self) -> Reader {
-        Reader { is_superuser: self.is_superuser(), uid: self.uid, gid: self.gid, groups: Arc::clone(&self.groups) }
+    pub(crate) fn reader(&self, recalls: bool) -> Reader {
+        let Self { uid, gid, .. } = *self;
+        Reader { is_superuser: self.is_superuser(), uid, gid, groups: Arc::clone(&self.groups), recalls }
     }
 
     /// As [`Caller::may`], but returns a refusal.
@@ -99,20 +106,23 @@ pub(crate) fn is_superuser(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw()
 }
 
-/// The credentials that decide which names a process may read.
+/// The credentials that decide which names a process may read, and the events that its watch requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Reader {
     is_superuser: bool,
     uid: u32,
     gid: u32,
     groups: Arc<[u32]>,
+    /// Whether it requests only the events of the kind `recalled`.
+    recalls: bool,
 }
 
 impl Reader {
-    /// As [`Caller::may`] of [`Right::Read`].
-    pub(crate) fn may_read(&self, owner: Owner, mode: u16) -> bool {
+    /// Whether an event is sent: it is requested, and the process may read its name, as for [`Caller::may`] of [`Right::Read`].
+    pub(crate) fn sees(&self, Seen { event, owner, mode }: &Seen) -> bool {
         let is_of = || self.gid == owner.gid || self.groups.contains(&owner.gid);
-        self.is_superuser || mode_bits(self.uid, owner, mode, is_of) & 0o4 != 0
+        let may_read = || self.is_superuser || mode_bits(self.uid, *owner, *mode, is_of) & 0o4 != 0;
+        (!self.recalls || event.kind == EventKind::Recalled) && may_read()
     }
 }
 

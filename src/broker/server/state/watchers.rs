@@ -131,7 +131,7 @@ impl Watchers {
         let name = &seen.event.name;
         for end in 0..=name.len() {
             let Some(groups) = name.get(..end).and_then(|prefix| self.idle.get_mut(prefix)) else { continue };
-            let concerned = groups.extract_if(|reader, _| reader.may_read(seen.owner, seen.mode));
+            let concerned = groups.extract_if(|reader, _| reader.sees(seen));
             let ids: Vec<ConnectionId> = concerned.flat_map(|(_, ids)| ids).collect();
             if groups.is_empty() {
                 self.idle.remove(&name[..end]);

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use super::{
-    delete::delete,
+    delete::{delete, recall},
     effects::{Effect, Effects},
     get::get,
     hello::hello,
@@ -83,6 +83,7 @@ fn request(
         Message::Stat(message) => stat(state, effects, id, &message),
         Message::Who(message) => who(state, effects, id, message),
         Message::Delete(message) => delete(state, effects, id, &message),
+        Message::Recall(message) => recall(state, effects, id, &message),
         Message::Resume(message) => resume(state, effects, id, message),
         Message::Watch(message) => watch(state, id, message),
         Message::Measure(_) => measure(state, effects, room, id),

@@ -32,7 +32,7 @@ use crate::{
     sys::{memfd, overflow_uid},
     wire::{
         Hello, VERSION,
-        broker::{BROKER, EventKind, Message, Published, Token},
+        broker::{BROKER, EventKind, Message, Published, Token, Who},
     },
 };
 
@@ -60,9 +60,13 @@ impl Fixture {
 
     /// Connects a client that sends a hello of this protocol version.
     fn greet(&mut self, version: u16) -> (ConnectionId, Seen) {
+        self.greet_as(USER_UID, version)
+    }
+
+    fn greet_as(&mut self, uid: u32, version: u16) -> (ConnectionId, Seen) {
         self.last += 1;
         let connection = ConnectionId(self.last);
-        let caller = Caller { connection, pid: 1, uid: USER_UID, gid: USER_UID, groups: Arc::from([]), command: None };
+        let caller = Caller { connection, pid: 1, uid, gid: USER_UID, groups: Arc::from([]), command: None };
         connected(&mut self.state, &mut Effects::default(), caller);
         let capabilities = vec![BROKER.to_owned()];
         let hello = Hello { version, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
@@ -327,6 +331,43 @@ fn watch_gets_events_of_prefix() {
     assert_eq!(next(), []);
     assert_eq!(next(), [(EventKind::Published, "a/0".to_owned())]);
     assert_eq!(next(), [(EventKind::Published, "a/2".to_owned())]);
+}
+
+/// The kinds of the events that a watcher gets now.
+fn kinds(test: &mut Fixture, watcher: ConnectionId) -> Vec<EventKind> {
+    let events = test.run(send_events).messages(watcher).into_iter().map(|message| match message {
+        Message::Events(events) => events.events,
+        other => panic!("{other:?}"),
+    });
+    events.flatten().map(|event| event.kind).collect()
+}
+
+#[test]
+fn recall_marks_leases_until_they_end() {
+    let mut test = Fixture::new();
+    let (maker, reader, watcher) = (test.client(), test.client(), test.client());
+    let (stranger, _) = test.greet_as(USER_UID + 1, VERSION);
+    let id = test.put(maker, "a", r#", "mode": 292"#).published(maker).id;
+    test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "", "recalls": true}"#).unwrap()));
+    assert_eq!(kinds(&mut test, watcher), []);
+    let recall = |ids: &[&str]| Message::Recall(serde_json::from_value(serde_json::json!({ "ids": ids })).unwrap());
+    let done = |message| assert!(matches!(message, Message::Done(_)), "{message:?}");
+    let marks = |test: &mut Fixture| match test.ask(maker, Message::Who(Who::default())).message(maker) {
+        Message::Leases(page) => page.leases.iter().map(|lease| lease.recalled).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    // Nobody holds it.
+    done(test.ask(maker, recall(&[&id])).message(maker));
+    let (token, _) = test.get(reader, "a", "").lease(reader);
+    assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![false], vec![]));
+    assert_eq!(test.ask(stranger, recall(&["unknown", &id])).refusal(stranger), RefusalCode::Denied);
+    assert_eq!(marks(&mut test), [false]);
+    done(test.ask(maker, recall(&["unknown", &id])).message(maker));
+    assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![true], vec![EventKind::Recalled]));
+    test.ask(reader, Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap()));
+    // The recall does not concern later leases.
+    test.get(reader, "a", "").lease(reader);
+    assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![false], vec![]));
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
         Some(after) => (after.min(journal.last_event()), false),
         None => (journal.last_event(), false),
     };
-    state.watchers.add(id, &watch.prefix, client.caller.reader());
+    state.watchers.add(id, &watch.prefix, client.caller.reader(watch.recalls));
     let watching = WatchState { prefix: watch.prefix, after, new: true, lost, unsent: false };
     client.request = PendingRequest::Watch(Box::new(watching));
 }
@@ -76,8 +76,8 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
             break;
         }
         work += 1;
-        let visible = seen.event.name.starts_with(&watching.prefix)
-            && reader.as_ref().is_some_and(|reader| reader.may_read(seen.owner, seen.mode));
+        let visible =
+            seen.event.name.starts_with(&watching.prefix) && reader.as_ref().is_some_and(|reader| reader.sees(seen));
         if visible {
             length += 320 + seen.event.name.len() + seen.event.message.as_ref().map_or(0, |text| 2 * text.len());
             page.push(seen.event.clone());

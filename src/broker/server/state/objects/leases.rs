@@ -1,6 +1,6 @@
 //! Creates, resumes and releases leases, and keeps readers' reports.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use super::{Held, Name, Objects, Version, write_failed};
 use crate::{
@@ -9,9 +9,10 @@ use crate::{
         server::state::{
             caller::{Caller, ConnectionId},
             random::random,
+            refuse,
         },
     },
-    error::BrokerError,
+    error::{BrokerError, RefusalCode},
     wire::{
         broker::{Lifetime, Maker, Resume, Token},
         shorten,
@@ -98,6 +99,8 @@ impl Objects {
         let version = self.versions.get_mut(&held.record.key)?;
         self.readers.remove_lease(&version.record, held.record.uid, held.number);
         version.leases -= 1;
+        // The recall is complete: it does not concern later leases.
+        version.recalled &= version.leases > 0;
         if version.named
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
@@ -208,6 +211,33 @@ impl Objects {
                 return;
             }
             closed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
+        }
+    }
+
+    /// Asks the holders of versions to end their leases. Unknown versions are ignored: their memory is free.
+    pub(crate) fn recall(&mut self, caller: &Caller, ids: &[String]) -> Result<(), BrokerError> {
+        let keys: BTreeSet<u64> = ids.iter().filter_map(|id| self.ids.get(id).copied()).collect();
+        let versions = keys.iter().filter_map(|key| self.versions.get(key));
+        if let Some(version) = versions.clone().find(|version| !caller.may_remove(version.record.owner)) {
+            let record::Version { name, owner, .. } = &version.record;
+            let message =
+                format!("uid {} may not recall versions of `{name}`: its owner is uid {}", caller.uid, owner.uid);
+            return refuse(RefusalCode::Denied, message);
+        }
+        let held = versions.filter(|version| version.leases > 0).map(|version| version.record.key);
+        for key in held.collect::<Vec<_>>() {
+            let record = Record::Recalled { key, by: caller.describe(), at_ms: self.now.ms };
+            self.write(&record).map_err(write_failed)?;
+            self.mark_recalled(key);
+        }
+        self.compact();
+        Ok(())
+    }
+
+    /// Marks a version whose recall the log contains.
+    pub(super) fn mark_recalled(&mut self, key: u64) {
+        if let Some(version) = self.versions.get_mut(&key) {
+            version.recalled = version.leases > 0;
         }
     }
 

@@ -125,6 +125,8 @@ struct Version {
     /// Whether the version is available under its name.
     named: bool,
     reports: Vec<record::Report>,
+    /// Whether its holders were asked to end their leases.
+    recalled: bool,
 }
 
 impl Name {
@@ -237,6 +239,7 @@ impl Objects {
                 seen.event.message = Some(report.message.clone());
                 Some(seen)
             }
+            Record::Recalled { key, by, at_ms } => Some(event(EventKind::Recalled, version(key)?, *at_ms, by.clone())),
             _ => None,
         }
     }

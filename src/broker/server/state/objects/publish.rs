@@ -299,7 +299,7 @@ impl Objects {
             name.idle_since = self.now.at;
         }
         self.ids.insert(record.id.clone(), key);
-        let version = Version { record, leases: 0, named: true, reports: Vec::new() };
+        let version = Version { record, leases: 0, named: true, reports: Vec::new(), recalled: false };
         self.users.add_version(version.payer(), version.charged(), &version.record.parts);
         self.versions.insert(key, version);
     }

@@ -27,7 +27,7 @@ impl Objects {
             return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
         };
         let owner = existing.owner.uid;
-        if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
+        if !caller.may_remove(existing.owner) {
             return refuse(
                 RefusalCode::Denied,
                 format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid),

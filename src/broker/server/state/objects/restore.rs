@@ -91,6 +91,7 @@ impl Objects {
                     self.forget_lease(token);
                 }
                 Record::Reported(report) => self.add_report(report),
+                Record::Recalled { key, .. } => self.mark_recalled(key),
                 Record::Begin { .. } | Record::Seen(_) | Record::Completed(_) | Record::Started => {}
             }
         }

@@ -183,6 +183,7 @@ impl Objects {
                 command: held.record.command.clone(),
                 since_ms: held.record.since_ms,
                 size: held.record.size,
+                recalled: version.recalled,
             });
         }
         // Totals get a separate page if there are many leases.
