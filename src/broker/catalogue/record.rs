@@ -46,7 +46,7 @@ pub(in crate::broker) enum Record {
     },
     /// A reader reported that a version is unusable.
     Reported(Report),
-    /// The holders of a version were asked to end their leases. `key` is the version's.
+    /// The holders of a version were asked to release their leases. `key` is the version's.
     Recalled {
         key: u64,
         /// The process that asked.

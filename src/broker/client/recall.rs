@@ -1,4 +1,4 @@
-//! Recalls: asks the holders of versions to end their leases, and reports which did.
+//! Recalls: asks the holders of versions to release their leases, and reports which holders did.
 
 use std::{
     collections::BTreeSet,
@@ -49,7 +49,7 @@ pub struct RecallHolder {
     /// The lease, and its process.
     #[serde(flatten)]
     pub lease: HeldLease,
-    /// Whether the lease has ended. It ends too when its process exits or closes the connection, but never because the time is over.
+    /// Whether the lease is gone, also if its process exited or closed the connection, but never because the time is over.
     pub acknowledged: bool,
 }
 
@@ -61,7 +61,7 @@ impl Recall {
 }
 
 impl Client {
-    /// Asks all holders of versions of a name to end their leases, and waits up to `within` until they have. In each holder, the
+    /// Asks all holders of versions of a name to release their leases, and waits up to `within` until they have. In each holder, the
     /// handlers of [`Lease::on_recall`](super::Lease::on_recall) are called. No holder can be forced: a descriptor can't be revoked.
     ///
     /// Blocks for at most `within`, and for the broker's answers. Meanwhile holders are asked again after 1, 2, 4, ... seconds.
@@ -109,14 +109,14 @@ impl Client {
         let deadline = deadline_after(within);
         let mut watch = self.watch(prefix, None)?;
         let instance = watch.place().instance.clone();
+        // Before the request: a holder may release its lease at once.
         let mut holders = Vec::new();
+        self.update(&mut holders, prefix, ids)?;
         let mut repeat = REPEAT;
         self.send_recall(ids)?;
         let mut repeat_at = deadline_after(repeat);
         loop {
-            let mut left = self.who(prefix)?.leases;
-            left.retain(|lease| ids.contains(&lease.id));
-            update(&mut holders, left);
+            self.update(&mut holders, prefix, ids)?;
             if holders.iter().all(|holder: &RecallHolder| holder.acknowledged) || Instant::now() >= deadline {
                 break;
             }
@@ -142,6 +142,24 @@ impl Client {
         Ok(Recall { free: !kept && holders.iter().all(|holder| holder.acknowledged), kept, holders })
     }
 
+    /// Notes which leases are left. A restart of the server changes their numbers.
+    fn update(&self, holders: &mut Vec<RecallHolder>, prefix: &str, ids: &[String]) -> Result<()> {
+        let mut left = self.who(prefix)?.leases;
+        left.retain(|lease| ids.contains(&lease.id));
+        let same = |some: &HeldLease, other: &HeldLease| {
+            let key = |lease: &HeldLease| (lease.pid, lease.uid, lease.since_ms, lease.size);
+            some.id == other.id && key(some) == key(other)
+        };
+        for holder in holders.iter_mut() {
+            let at = left.iter().position(|lease| same(lease, &holder.lease));
+            holder.acknowledged = at.is_none();
+            at.into_iter().for_each(|at| drop(left.remove(at)));
+        }
+        let holder = |lease| RecallHolder { lease: HeldLease { recalled: true, ..lease }, acknowledged: false };
+        holders.extend(left.into_iter().map(holder));
+        Ok(())
+    }
+
     fn send_recall(&self, ids: &[String]) -> Result<()> {
         for ids in ids.chunks(MAX_RECALLED) {
             match self.ask(&Message::Recall(broker::Recall { ids: ids.to_vec() }))? {
@@ -164,15 +182,4 @@ impl Client {
         }
         Ok(false)
     }
-}
-
-/// Notes which leases are left. A restart of the server changes their numbers.
-fn update(holders: &mut Vec<RecallHolder>, mut left: Vec<HeldLease>) {
-    let key = |lease: &HeldLease| (lease.id.clone(), lease.pid, lease.uid, lease.since_ms, lease.size);
-    for holder in holders.iter_mut() {
-        let at = left.iter().position(|lease| key(lease) == key(&holder.lease));
-        holder.acknowledged = at.is_none();
-        at.into_iter().for_each(|at| drop(left.remove(at)));
-    }
-    holders.extend(left.into_iter().map(|lease| RecallHolder { lease, acknowledged: false }));
 }

@@ -1,4 +1,4 @@
-//! The holder's side of a recall: a connection of its own, on which the background thread receives the broker's requests.
+//! The holder's side of a recall: the background thread receives the broker's requests on a second connection.
 
 use std::{
     collections::HashSet,

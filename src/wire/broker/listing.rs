@@ -172,7 +172,7 @@ objects! {
         pub since_ms: u64,
         /// Size of the leased memory in bytes, as claimed in the put.
         pub size: u64,
-        /// Whether the holders of the version were asked to end their leases.
+        /// Whether the holders of the version were asked to release their leases.
         #[serde(default, deserialize_with = "or_default")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
         pub recalled: bool,

@@ -285,7 +285,7 @@ objects! {
         pub request: Option<Token>,
     }
 
-    /// Asks the holders of versions to end their leases.
+    /// Asks the holders of versions to release their leases.
     pub struct Recall {
         /// The versions' UUIDs. Unknown ones are ignored.
         pub ids: Vec<String>,

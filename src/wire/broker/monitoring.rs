@@ -80,7 +80,7 @@ pub enum EventKind {
     Leased,
     /// A lease ended.
     Ended,
-    /// The holders of a version were asked to end their leases.
+    /// The holders of a version were asked to release their leases.
     Recalled,
     /// A kind that this build does not know.
     #[serde(other)]

@@ -214,7 +214,7 @@ impl Objects {
         }
     }
 
-    /// Asks the holders of versions to end their leases. Unknown versions are ignored: their memory is free.
+    /// Asks the holders of versions to release their leases. Unknown versions are ignored: their memory is free.
     pub(crate) fn recall(&mut self, caller: &Caller, ids: &[String]) -> Result<(), BrokerError> {
         let keys: BTreeSet<u64> = ids.iter().filter_map(|id| self.ids.get(id).copied()).collect();
         let versions = keys.iter().filter_map(|key| self.versions.get(key));

@@ -125,7 +125,7 @@ struct Version {
     /// Whether the version is available under its name.
     named: bool,
     reports: Vec<record::Report>,
-    /// Whether its holders were asked to end their leases.
+    /// Whether its holders were asked to release their leases.
     recalled: bool,
 }
 
