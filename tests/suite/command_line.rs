@@ -56,6 +56,7 @@ fn help_has_the_same_groups_everywhere() {
         ("ls", "0 2 4 5 130"),
         ("stat", "0 1 2 4 5 130"),
         ("rm", ""),
+        ("recall", "0 1 2 4 5 130"),
         ("who", ""),
         ("doctor", ""),
         ("doctor serve", ""),

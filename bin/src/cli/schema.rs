@@ -9,8 +9,8 @@ use vmmfd::{error::Error, wire};
 use super::{
     Exit, Running, Tool, ToolOutput,
     broker::{
-        ExporterOptions, GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, StatusOptions,
-        WatchOptions, WhoOptions,
+        ExporterOptions, GetOptions, LsOptions, PutOptions, RecallOptions, RmOptions, ServeOptions, StatOptions,
+        StatusOptions, WatchOptions, WhoOptions,
     },
     devices::DevicesOptions,
     doctor::DoctorOptions,
@@ -52,6 +52,7 @@ fn reports() -> Vec<Named> {
         LsOptions::REPORTS,
         StatOptions::REPORTS,
         RmOptions::REPORTS,
+        RecallOptions::REPORTS,
         WhoOptions::REPORTS,
         WatchOptions::REPORTS,
         ExporterOptions::REPORTS,

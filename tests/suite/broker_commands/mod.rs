@@ -26,6 +26,7 @@ mod demo;
 mod get;
 mod others;
 mod put;
+mod recall;
 
 /// A broker in its own process, on the socket of a `Meeting`.
 struct Broker {

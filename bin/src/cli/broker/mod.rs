@@ -7,6 +7,7 @@ mod keeper;
 mod ls;
 mod options_file;
 mod put;
+mod recall;
 mod rm;
 mod serve;
 mod stat;
@@ -29,8 +30,9 @@ use vmmfd::{
 
 pub(super) use self::options_file::read as read_options_file;
 pub(super) use self::{
-    exporter::ExporterOptions, get::GetOptions, keeper::KeeperOptions, ls::LsOptions, put::PutOptions, rm::RmOptions,
-    serve::ServeOptions, stat::StatOptions, status::StatusOptions, watch::WatchOptions, who::WhoOptions,
+    exporter::ExporterOptions, get::GetOptions, keeper::KeeperOptions, ls::LsOptions, put::PutOptions,
+    recall::RecallOptions, rm::RmOptions, serve::ServeOptions, stat::StatOptions, status::StatusOptions,
+    watch::WatchOptions, who::WhoOptions,
 };
 use super::{
     options::{parse_timeout, parse_uid},

@@ -1,6 +1,6 @@
 //! `put`: loads a file, or the tensors of safetensors files, into GPU memory and hands it over to a broker.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use clap::Args;
 use schemars::JsonSchema;
@@ -8,8 +8,8 @@ use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
     broker::{
-        ArrayEntry, Attached, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Summary,
-        UserTotal,
+        ArrayEntry, Attached, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Recall,
+        RecallOf, Summary, UserTotal,
     },
     channel::Cancel,
     driver::Backend,
@@ -24,6 +24,7 @@ use vmmfd::{
 use super::{
     MeetBroker, Steps,
     fields::field,
+    recall::{self, complained, outcome},
     shown,
     values::{parse_mode, parse_texts, parse_ttl},
 };
@@ -33,10 +34,10 @@ use crate::{
         Allocate, ArrayOptions, Exit, Running, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
-        options::source_parser,
+        options::{parse_timeout, source_parser},
         output::Progress,
         raise_file_limit,
-        report::{Stamped, Step},
+        report::{ErrorSummary, Stamped, Step},
     },
     error::ToolError,
     schema::{self, Named, document},
@@ -94,6 +95,15 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "N", help_heading = "Object")]
     keep: Option<u32>,
 
+    /// Ask the processes with leases of earlier versions to end them, and wait: see recall
+    #[arg(long, help_heading = "Object")]
+    recall_old: bool,
+
+    /// Longest wait of --recall-old: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, requires = "recall_old",
+        help_heading = "Object")]
+    within: Duration,
+
     /// File to put
     #[arg(
         long,
@@ -147,6 +157,10 @@ struct PutReport {
     arrays: usize,
     digest: Option<String>,
     steps: Vec<Step>,
+    /// The result of --recall-old.
+    recall: Option<Recall>,
+    /// The error that the command exits with, after a put that succeeded.
+    error: Option<ErrorSummary>,
 }
 
 enum Input {
@@ -443,6 +457,9 @@ impl Tool for PutOptions {
         let put = self.put(&memory, entries, digest.as_deref(), metadata.as_deref())?;
         let published = steps.time("put", || client.put(&put))?;
         let description = memory.describe()?;
+        let recall = || outcome(client.recall(&self.name, RecallOf::Earlier, self.within), self.within);
+        let (recall, error) = self.recall_old.then(recall).unwrap_or_default();
+        let exit = error.as_ref().map_or(Exit::Verified, Exit::of);
         let report = PutReport {
             name: self.name.clone(),
             version: published.version,
@@ -459,13 +476,15 @@ impl Tool for PutOptions {
             arrays,
             digest,
             steps: steps.0,
+            recall,
+            error: error.as_ref().map(complained),
         };
-        Ok(ToolOutput::of(output, Exit::Verified, report, render))
+        Ok(ToolOutput::of(output, exit, report, render))
     }
 }
 
 fn render(report: &PutReport, verbose: bool) -> String {
-    let PutReport { name, version, size, arrays, device, digest, .. } = report;
+    let PutReport { name, version, size, arrays, device, digest, recall, .. } = report;
     let digest = digest.as_ref().map_or_else(String::new, |digest| format!(", {}", units::digest(digest, verbose)));
     let arrays = match arrays {
         0 | 1 => String::new(),
@@ -473,5 +492,6 @@ fn render(report: &PutReport, verbose: bool) -> String {
     };
     let size = bytes(*size);
     let device = shown(&device.device, verbose);
-    field("put", format!("{name} version {version}: {size}{arrays}, {device}{digest}"))
+    let put = field("put", format!("{name} version {version}: {size}{arrays}, {device}{digest}"));
+    put + &recall.as_ref().map(recall::render).unwrap_or_default()
 }

@@ -1,22 +1,29 @@
 //! `rm`: deletes objects.
 
-use std::{env, ffi::OsString};
+use std::{collections::BTreeSet, env, ffi::OsString, time::Duration};
 
 use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Client, HeldLease, Summary},
+    broker::{Client, HeldLease, Recall, Summary},
     error::{Error, RefusalCode, Result},
     internals::refusal,
 };
 
-use super::{MeetBroker, count, fields::field, ls::no_match, who::held};
+use super::{
+    MeetBroker, count,
+    fields::field,
+    ls::no_match,
+    recall::{complained, outcome, render},
+    who::held,
+};
 use crate::{
     cli::{
         Exit, Output, Running, Tool, ToolOutput,
         exit::exit_codes,
         layout,
+        options::parse_timeout,
         report::{ErrorSummary, Stamped},
     },
     schema::{Named, document},
@@ -25,7 +32,8 @@ use crate::{
 
 /// Deletes objects
 ///
-/// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. With several
+/// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. --recall asks
+/// the readers to end them. With several
 /// names, each deletion is tried, and the exit code names the first failure.
 ///
 /// A prefix is deleted in two steps: --dry-run lists the objects and prints the command that deletes them, with a code in --confirm. If an
@@ -52,6 +60,15 @@ pub(in super::super) struct RmOptions {
     #[arg(long, value_name = "CODE", requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
     confirm: Option<String>,
 
+    /// Ask the processes with leases of the deleted objects to end them, and wait: see recall
+    #[arg(long, conflicts_with = "dry_run", help_heading = "Object")]
+    recall: bool,
+
+    /// Longest wait of --recall: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, requires = "recall",
+        help_heading = "Object")]
+    within: Duration,
+
     #[command(flatten)]
     meet: MeetBroker,
 }
@@ -61,6 +78,8 @@ struct RmReport {
     deleted: Vec<String>,
     /// The leases that still hold memory of the deleted names.
     held: Vec<HeldLease>,
+    /// The result of --recall, if leases held memory of the deleted names.
+    recall: Option<Recall>,
     failed: Vec<Failed>,
     dry_run: Option<Listed>,
     /// The error that the command exits with.
@@ -136,9 +155,11 @@ impl Tool for RmOptions {
 
 impl RmOptions {
     fn printed(&self, output: &Output, report: RmReport, exit: Exit) -> ToolOutput {
-        ToolOutput::of(output, exit, report, |RmReport { deleted, held, dry_run, .. }, _| {
+        ToolOutput::of(output, exit, report, |RmReport { deleted, held, recall, dry_run, .. }, _| {
             let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
-            let lines = deleted.chain(held.iter().map(self::held)).filter(|_| !output.quiet);
+            // The recall shows them too.
+            let held = held.iter().filter(|_| recall.is_none()).map(self::held);
+            let lines = deleted.chain(held).chain(recall.iter().map(render)).filter(|_| !output.quiet);
             lines.chain(dry_run.iter().map(Listed::render)).collect()
         })
     }
@@ -178,19 +199,43 @@ impl RmOptions {
         }
         report.dry_run = self.dry_run.then_some(Listed { objects, confirm: None });
         report.held = self.held(client, &report.deleted);
+        if self.recall && !report.held.is_empty() {
+            let failed = self.recall(client, &mut report);
+            failed.iter().for_each(|error| drop(complained(error)));
+            first = first.or(failed);
+        }
         report.error = first.as_ref().map(ErrorSummary::of);
         self.printed(output, report, first.as_ref().map_or(Exit::Verified, Exit::of))
     }
 
-    /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.
-    fn held(&self, client: &Client, deleted: &[String]) -> Vec<HeldLease> {
-        let prefix = match (deleted, &self.prefix) {
-            ([], _) => return Vec::new(),
+    /// Recalls the versions of the deleted names. The leases that remain are held.
+    fn recall(&self, client: &Client, report: &mut RmReport) -> Option<Error> {
+        let ids: BTreeSet<String> = report.held.iter().map(|lease| lease.id.clone()).collect();
+        let recalled = client.recall_ids(self.shared_prefix(&report.deleted), &Vec::from_iter(ids), self.within);
+        let (recall, error) = outcome(recalled, self.within);
+        if let Some(Recall { holders, .. }) = &recall {
+            let left = holders.iter().filter(|holder| !holder.acknowledged);
+            report.held = left.map(|holder| holder.lease.clone()).collect();
+        }
+        report.recall = recall;
+        error
+    }
+
+    /// A prefix of all deleted names.
+    fn shared_prefix<'a>(&'a self, deleted: &'a [String]) -> &'a str {
+        match (deleted, &self.prefix) {
             (_, Some(prefix)) => prefix,
             ([name], None) => name,
             (_, None) => "",
-        };
-        let leases = client.who(prefix).map(|holders| holders.leases).unwrap_or_else(|error| {
+        }
+    }
+
+    /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.
+    fn held(&self, client: &Client, deleted: &[String]) -> Vec<HeldLease> {
+        if deleted.is_empty() {
+            return Vec::new();
+        }
+        let leases = client.who(self.shared_prefix(deleted)).map(|holders| holders.leases).unwrap_or_else(|error| {
             tracing::warn!(error = error.in_full(), "cannot list the leases of the deleted objects");
             Vec::new()
         });

@@ -1,13 +1,17 @@
 //! `who`: shows leases and their holders.
 
-use std::collections::BTreeMap;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use clap::Args;
 use nix::unistd::{Uid, User};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{DeviceBytes, HeldClaim, HeldLease, Holders, UserTotal},
+    broker::{Client, DeviceBytes, HeldClaim, HeldLease, Holders, UserTotal},
+    error::{Error, Result},
     internals::clean,
 };
 
@@ -31,6 +35,10 @@ pub(in super::super) struct WhoOptions {
     /// Only objects whose names begin with PREFIX
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
     prefix: String,
+
+    /// Only versions that the broker keeps for their readers alone, because they were deleted or replaced; largest first
+    #[arg(long, help_heading = "Object")]
+    pinned: bool,
 
     #[command(flatten)]
     meet: MeetBroker,
@@ -60,6 +68,17 @@ struct Unnamed {
     size: u64,
 }
 
+/// The names of users. Each look-up may ask a server of the network.
+#[derive(Debug, Default)]
+pub(super) struct UserNames(BTreeMap<u32, String>);
+
+impl UserNames {
+    pub(super) fn of(&mut self, uid: u32) -> String {
+        let user = || User::from_uid(Uid::from_raw(uid)).ok().flatten();
+        self.0.entry(uid).or_insert_with(|| user().map_or_else(|| uid.to_string(), |user| user.name)).clone()
+    }
+}
+
 /// A line of `rm`.
 pub(super) fn held(lease: &HeldLease) -> String {
     let HeldLease { name, version, pid, uid, command, size, .. } = lease;
@@ -71,16 +90,36 @@ pub(super) fn held(lease: &HeldLease) -> String {
 
 impl WhoReport {
     fn of(Holders { leases, totals, claims, .. }: Holders) -> Self {
-        let unnamed = unnamed(&leases);
+        let unnamed = unnamed(leases.iter().filter(|lease| !lease.named));
         let devices = by_device(totals.iter().flat_map(|user| &user.devices));
         Self { leases, claims, unnamed, users: totals, devices }
     }
+
+    /// The leases of versions that no name keeps.
+    fn pinned(client: &Client, mut leases: Vec<HeldLease>) -> Result<Self> {
+        let named = leases.iter().filter(|lease| lease.named).map(|lease| (lease.name.as_str(), lease.version));
+        let mut kept = BTreeSet::new();
+        for (name, version) in named.collect::<BTreeSet<_>>() {
+            match client.stat(name, Some(version)) {
+                Ok(info) if info.is_kept() => drop(kept.insert(info.version.summary.id)),
+                // It may be deleted since.
+                Ok(_) | Err(Error::Broker(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        leases.retain(|lease| !kept.contains(&lease.id));
+        let mut unnamed = unnamed(leases.iter());
+        unnamed.sort_by_key(|version| Reverse(version.size));
+        let place = |lease: &HeldLease| unnamed.iter().position(|version| version.id == lease.id);
+        leases.sort_by_key(|lease| (place(lease), Reverse(lease.size)));
+        Ok(Self { leases, unnamed, claims: Vec::new(), users: Vec::new(), devices: Vec::new() })
+    }
 }
 
-/// The deleted or replaced versions, in the order of their names.
-fn unnamed(leases: &[HeldLease]) -> Vec<Unnamed> {
+/// The versions of these leases, in the order of their names.
+fn unnamed<'a>(leases: impl Iterator<Item = &'a HeldLease>) -> Vec<Unnamed> {
     let mut found = BTreeMap::<(&str, u64, &str), Unnamed>::new();
-    for lease in leases.iter().filter(|lease| !lease.named) {
+    for lease in leases {
         let HeldLease { name, version, id, size, .. } = lease;
         let entry = found.entry((name, *version, id)).or_insert_with(|| Unnamed {
             name: name.clone(),
@@ -111,30 +150,27 @@ impl Tool for WhoOptions {
 
     fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
-        let report = WhoReport::of(client.who(&self.prefix)?);
+        let holders = client.who(&self.prefix)?;
+        let report = if self.pinned { WhoReport::pinned(&client, holders.leases)? } else { WhoReport::of(holders) };
         if report.leases.is_empty() && report.claims.is_empty() && !output.json {
             let notice = match self.prefix.as_str() {
+                _ if self.pinned => "readers alone keep no version".to_owned(),
                 "" => "no object has a lease".to_owned(),
                 prefix if client.list(prefix)?.is_empty() => no_match(prefix),
                 prefix => format!("no object whose name begins with `{prefix}` has a lease"),
             };
             output.notice(&notice);
         }
-        let totals = self.prefix.is_empty();
-        let text = |report: &WhoReport, verbose| render(report, totals, verbose, stdout_width());
+        let text = |report: &WhoReport, verbose| render(report, self, verbose, stdout_width());
         Ok(ToolOutput::of(output, Exit::Verified, report, text))
     }
 }
 
-/// The tables with their headings; users and devices only with `totals`.
-fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>) -> String {
+/// The tables with their headings; users and devices only without a prefix.
+fn render(report: &WhoReport, options: &WhoOptions, verbose: bool, width: Option<usize>) -> String {
+    let totals = options.prefix.is_empty();
     let mut tables = Vec::new();
-    let mut users = BTreeMap::new();
-    // Each lookup may ask a server of the network.
-    let mut user_name = |uid: u32| {
-        let user = || User::from_uid(Uid::from_raw(uid)).ok().flatten();
-        users.entry(uid).or_insert_with(|| user().map_or_else(|| uid.to_string(), |user| user.name)).clone()
-    };
+    let mut users = UserNames::default();
     if !report.leases.is_empty() {
         let mut table = Table::new([
             Column::right("PID"),
@@ -148,7 +184,7 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
         for lease in &report.leases {
             table.row([
                 lease.pid.to_string(),
-                user_name(lease.uid),
+                users.of(lease.uid),
                 lease.command.clone().unwrap_or_else(|| "-".to_owned()),
                 about(lease.size),
                 age(lease.since_ms),
@@ -159,7 +195,7 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
         tables.push(format!("Leases:\n{}", table.render(width)));
     }
     if !report.claims.is_empty() {
-        tables.push(format!("Claims:\n{}", claims(&report.claims, &mut user_name, width)));
+        tables.push(format!("Claims:\n{}", claims(&report.claims, &mut users, width)));
     }
     if !report.unnamed.is_empty() {
         let mut table = Table::new([
@@ -172,7 +208,8 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
             let Unnamed { name, version, leases, size, .. } = version;
             table.row([about(*size), leases.to_string(), version.to_string(), name.clone()]);
         }
-        tables.push(format!("Versions without a name:\n{}", table.render(width)));
+        let heading = if options.pinned { "Versions that only readers keep" } else { "Versions without a name" };
+        tables.push(format!("{heading}:\n{}", table.render(width)));
     }
     if totals && !report.users.is_empty() {
         let mut table = Table::new([
@@ -185,7 +222,7 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
         for user in &report.users {
             let UserTotal { uid, objects, leases, connections, devices } = user;
             let [objects, leases, connections] = [objects, leases, connections].map(u64::to_string);
-            table.row([user_name(*uid), objects, about(total(devices)), leases, connections]);
+            table.row([users.of(*uid), objects, about(total(devices)), leases, connections]);
         }
         tables.push(format!("Users:\n{}", table.render(width)));
     }
@@ -200,7 +237,7 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
 }
 
 /// The table of claims.
-fn claims(claims: &[HeldClaim], user_name: &mut dyn FnMut(u32) -> String, width: Option<usize>) -> String {
+fn claims(claims: &[HeldClaim], users: &mut UserNames, width: Option<usize>) -> String {
     let mut table = Table::new([
         Column::right("PID"),
         Column::left("USER").optional(),
@@ -212,7 +249,7 @@ fn claims(claims: &[HeldClaim], user_name: &mut dyn FnMut(u32) -> String, width:
     let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
     for HeldClaim { name, part, pid, uid, command, since_ms } in claims {
         let (command, part) = (or_dash(command), or_dash(part));
-        table.row([pid.to_string(), user_name(*uid), command, age(*since_ms), part, name.clone()]);
+        table.row([pid.to_string(), users.of(*uid), command, age(*since_ms), part, name.clone()]);
     }
     table.render(width)
 }
@@ -226,13 +263,25 @@ mod tests {
     fn lease(number: u64, name: &str, id: &str, named: bool, size: u64) -> HeldLease {
         let name = name.to_owned();
         let id = id.to_owned();
-        HeldLease { number, name, version: 1, id, named, pid: 7, uid: 0, command: None, since_ms: 0, size, recalled: false }
+        HeldLease {
+            number,
+            name,
+            version: 1,
+            id,
+            named,
+            pid: 7,
+            uid: 0,
+            command: None,
+            since_ms: 0,
+            size,
+            recalled: false,
+        }
     }
 
     #[test]
     fn unnamed_versions_are_counted_once() {
         let leases = [lease(1, "b", "x", false, 5), lease(2, "b", "x", false, 9), lease(3, "b", "y", false, 1)];
-        let found = unnamed(&[&leases[..], &[lease(4, "a", "z", true, 2)]].concat());
+        let found = unnamed(leases.iter());
         let found: Vec<_> = found.iter().map(|one| (one.id.as_str(), one.leases, one.size)).collect();
         assert_eq!(found, [("x", 2, 9), ("y", 1, 1)]);
     }
