@@ -61,6 +61,8 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+#[cfg(test)]
+pub(super) use self::process::simulated::KeeperFlaw;
 pub use self::{
     dial::{check_reachable, reload},
     link::KeeperPath,

@@ -1,5 +1,8 @@
 //! The keeper process.
 
+#[cfg(test)]
+pub(super) mod simulated;
+
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},

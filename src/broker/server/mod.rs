@@ -8,6 +8,9 @@
 
 mod io;
 pub(crate) mod limits;
+#[cfg(test)]
+#[path = "../simulation/mod.rs"]
+mod simulation;
 mod state;
 mod verbs;
 

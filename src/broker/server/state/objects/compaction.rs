@@ -25,6 +25,12 @@ pub(super) struct Compaction {
     next: CompactionStep,
 }
 
+impl Compaction {
+    pub(super) fn new(rewrite: Rewrite, last_key: u64, last_lease: u64) -> Self {
+        Self { rewrite, last_key, last_lease, next: CompactionStep::Versions(0) }
+    }
+}
+
 /// The next records to write.
 #[derive(Debug, Clone, Copy)]
 enum CompactionStep {
@@ -47,12 +53,7 @@ impl Objects {
             return;
         }
         match self.journal.begin_compaction(&mut self.store) {
-            Ok(rewrite) => {
-                let last_key = self.last_key;
-                let last_lease = self.last_lease;
-                let next = CompactionStep::Versions(0);
-                self.compaction = Some(Compaction { rewrite, last_key, last_lease, next });
-            }
+            Ok(rewrite) => self.compaction = Some(Compaction::new(rewrite, self.last_key, self.last_lease)),
             Err(error) => self.postpone_compaction(&error),
         }
     }

@@ -216,7 +216,11 @@ impl Journal {
 
     /// Whether the log should and can be rewritten: the keeper must have the next log first.
     pub(crate) fn should_compact(&self, store: &Store) -> bool {
-        self.log.should_compact() && store.holds(self.spare_mark)
+        self.log.should_compact() && self.can_compact(store)
+    }
+
+    pub(super) fn can_compact(&self, store: &Store) -> bool {
+        store.holds(self.spare_mark)
     }
 
     pub(super) fn postpone(&mut self) {

@@ -38,7 +38,7 @@ pub(crate) struct ClosedConnection {
     connection: ConnectionId,
     /// The user whose connection count includes it.
     uid: Option<u32>,
-    leases: Vec<Token>,
+    pub(super) leases: Vec<Token>,
     names: Vec<Arc<str>>,
 }
 

@@ -8,6 +8,8 @@
 //! | `select`, `view`, `usage` | answers to gets, listings, usage per user |
 //! | `readers` | indexes of names and leases by permission to read |
 
+#[cfg(test)]
+pub(in crate::broker::server) mod audit;
 mod compaction;
 mod journal;
 mod leases;

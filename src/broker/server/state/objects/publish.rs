@@ -89,6 +89,13 @@ pub(crate) struct Staged {
     pub(crate) mark: Mark,
 }
 
+#[cfg(test)]
+impl Staged {
+    pub(crate) fn held(&self) -> &[SegmentId] {
+        &self.held
+    }
+}
+
 impl Objects {
     /// Checks a put, before its memory is examined and again when it is published.
     pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {

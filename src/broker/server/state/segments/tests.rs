@@ -9,6 +9,13 @@ use nix::libc;
 use super::*;
 use crate::sys::{memfd, without_kcmp};
 
+impl SegmentTable {
+    /// All segments with their numbers of references.
+    pub(crate) fn references(&self) -> impl Iterator<Item = (SegmentId, u64)> {
+        self.ids().map(|id| (id, self.segment(id).references))
+    }
+}
+
 /// Open files of a single inode, as for GPU memory.
 fn devices(count: usize) -> Vec<OwnedFd> {
     (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()

@@ -1,0 +1,251 @@
+//! The invariants that hold after each step and at the end of a schedule.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    client::memory_of,
+    oracle::Memory,
+    step::Request,
+    world::{CLIENTS, Pipe, QUOTA, Server, World},
+};
+use crate::{
+    broker::server::{
+        state::{caller::ConnectionId, client::PendingRequest, drafts, objects::audit::Audit, root::State},
+        verbs::effects::Work,
+    },
+    wire::broker::{Message, Token},
+};
+
+fn require(holds: bool, why: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(why()) }
+}
+
+impl Server {
+    fn audit(&self) -> Result<Audit, String> {
+        let pending = &self.state.pending_versions;
+        let unpublished = pending.queue.iter().chain(&pending.reserved).flat_map(|version| version.staged.held());
+        self.state.objects.audit(&unpublished.copied().collect::<Vec<_>>())
+    }
+}
+
+impl World {
+    /// Checks the state after a step.
+    pub(super) fn check(&mut self) -> Result<(), String> {
+        self.oracle.take_violation()?;
+        let Some(server) = &self.server else { return Ok(()) };
+        if !std::mem::take(&mut self.is_changed) {
+            return Ok(());
+        }
+        let audit = server.audit()?;
+        let objects = &server.state.objects;
+        let memory = audit.versions.iter().map(|(key, version)| {
+            let of = |(part, segments): &(String, Vec<_>)| {
+                (part.clone(), segments.iter().map(|id| memory_of(objects.segment(*id))).collect())
+            };
+            (*key, version.parts.iter().map(of).collect::<Memory>())
+        });
+        let memory = memory.collect::<BTreeMap<u64, Memory>>();
+        self.oracle.check_versions(&audit, &memory, server.keeper, objects.journal())?;
+        self.check_quotas(&audit)?;
+        if self.is_dying() {
+            return Ok(());
+        }
+        self.check_holders(&audit)?;
+        self.check_waits()?;
+        self.check_reservations()?;
+        self.check_claims()
+    }
+
+    /// Each lease has a holder that knows it, and each client's leases are counted.
+    fn check_holders(&self, audit: &Audit) -> Result<(), String> {
+        let Some(server) = &self.server else { return Ok(()) };
+        for (token, lease) in &audit.leases {
+            let Some(holder) = lease.holder.filter(|_| !lease.is_closing) else { continue };
+            let of = server.state.clients.get(&holder);
+            require(of.is_some_and(|client| client.leases.contains(token)), || {
+                format!("a lease is counted for connection {}, which does not hold it", holder.0)
+            })?;
+            let user = of.map(|client| client.caller.uid);
+            require(user == Some(lease.uid), || format!("uid {user:?} holds a lease of uid {}", lease.uid))?;
+            let Some(pipe) = self.pipes.get(&holder).filter(|pipe| !pipe.closed_by_client) else { continue };
+            let known = self.clients[pipe.client].leases.contains(token) || pipe.carries(*token);
+            require(known, || format!("client {} does not know a lease that is counted for it", pipe.client))?;
+        }
+        for (id, client) in &server.state.clients {
+            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == Some(*id));
+            require(client.leases.iter().all(counted), || format!("connection {} holds a lease that is gone", id.0))?;
+        }
+        for client in self.clients.iter().filter(|client| client.is_ready) {
+            let Some(id) = client.connection else { continue };
+            let is_open = self.pipes.get(&id).is_some_and(|pipe| !pipe.closed_by_server);
+            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == Some(id));
+            require(!is_open || client.leases.iter().all(counted), || {
+                format!("client {} holds a lease that is not counted for it", client.number)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A wait ends as soon as its condition holds, and has a deadline.
+    fn check_waits(&self) -> Result<(), String> {
+        let Some(server) = &self.server else { return Ok(()) };
+        let State { clients, objects, claims, drafts, pending_versions, .. } = &server.state;
+        let has_deadline = |id: &ConnectionId| server.deadlines.get(id).is_some_and(|at| *at > self.now.at);
+        for (id, client) in clients {
+            let lasts = match &client.request {
+                PendingRequest::Object(waiting) => {
+                    let object = &waiting.get.objects[0];
+                    let exists = objects.find(&object.name, object.version, object.newer_than).is_some();
+                    let is_claimed = waiting.get.claim.is_none() || claims.holder(&object.name).is_some();
+                    !exists && is_claimed && has_deadline(id)
+                }
+                PendingRequest::Parts(key) => drafts.contains_key(key) && has_deadline(id),
+                PendingRequest::Upload(_) => has_deadline(id),
+                PendingRequest::Confirmation => {
+                    pending_versions.queue.iter().chain(&pending_versions.reserved).any(|of| of.makers.contains(id))
+                }
+                PendingRequest::Worker { .. } => server.work.iter().any(|work: &Work| work.client == *id),
+                _ => true,
+            };
+            require(lasts, || format!("connection {} waits without end: {:?}", id.0, client.request))?;
+        }
+        Ok(())
+    }
+
+    /// A name has at most one claim, of a connected client, and none if it exists.
+    fn check_claims(&self) -> Result<(), String> {
+        let Some(server) = &self.server else { return Ok(()) };
+        let mut names = BTreeSet::new();
+        for claim in server.state.claims.list("") {
+            let connected = server.state.clients.values().any(|client| client.caller.pid == claim.pid);
+            let is_free = server.state.objects.current_key(&claim.name).is_none();
+            require(connected && is_free && names.insert(claim.name.clone()), || {
+                format!("the claim on `{}` by pid {} is left over", claim.name, claim.pid)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn check_quotas(&self, audit: &Audit) -> Result<(), String> {
+        let Some(server) = &self.server else { return Ok(()) };
+        let mut usage = BTreeMap::<u32, [u64; 3]>::new();
+        for version in audit.versions.values() {
+            usage.entry(version.owner).or_default()[0] += u64::from(version.kept);
+            usage.entry(version.payer).or_default()[2] += version.bytes;
+        }
+        audit.leases.values().for_each(|lease| usage.entry(lease.uid).or_default()[1] += 1);
+        for draft in server.state.drafts.values() {
+            let parts = draft.puts.iter().map(|(_, parts)| drafts::bytes_of(parts));
+            usage.entry(draft.uid).or_default()[2] += parts.sum::<u64>();
+        }
+        let limits = [QUOTA.objects, QUOTA.leases, QUOTA.bytes];
+        for (uid, used) in usage {
+            let within = used.iter().zip(limits).all(|(used, limit)| limit.is_none_or(|limit| *used <= limit));
+            require(within, || format!("uid {uid} has {used:?} objects, leases and bytes, which exceeds its quota"))?;
+        }
+        Ok(())
+    }
+
+    /// Descriptors are reserved exactly for uploads, work and drafts.
+    fn check_reservations(&self) -> Result<(), String> {
+        let Some(server) = &self.server else { return Ok(()) };
+        let uploads = server.state.clients.values().map(|client| match &client.request {
+            PendingRequest::Upload(upload) => upload.descriptors(),
+            _ => 0,
+        });
+        let parts = server.state.drafts.values().flat_map(|draft| &draft.puts);
+        let reserved = uploads.sum::<usize>()
+            + parts.map(|(_, parts)| drafts::descriptors_of(parts)).sum::<usize>()
+            + server.work.iter().map(|work| work.reserved).sum::<usize>();
+        require(server.state.objects.reserved() == reserved, || {
+            format!("{} descriptors are reserved for {reserved}", server.state.objects.reserved())
+        })
+    }
+}
+
+impl Pipe {
+    /// Whether a record under way concerns this lease.
+    fn carries(&self, token: Token) -> bool {
+        let is_lease = |message: &Message| matches!(message, Message::Lease(lease) if lease.token == token);
+        self.queue.iter().any(|(message, _)| is_lease(message))
+            || self.to_client.iter().any(|(message, _)| is_lease(message))
+            || self.to_server.iter().any(|(message, _)| matches!(message, Message::Release(of) if of.token == token))
+    }
+}
+
+// The end of a schedule.
+impl World {
+    /// Lets everything finish: all requests are answered, and when all clients and names are gone, nothing is left.
+    pub(super) fn finish(&mut self) -> Result<(), String> {
+        self.unblock_all();
+        self.settle()?;
+        for wait in [4000, 40_000] {
+            self.step(super::step::Step::Tick(wait))?;
+            self.settle()?;
+        }
+        for client in 0..CLIENTS {
+            let Some(pending) = self.clients[client].pending.clone() else { continue };
+            require(pending.request == Request::Watch && pending.steals.is_none(), || {
+                format!("client {client} gets no answer to {:?}", pending.request)
+            })?;
+            let last = self.server.as_ref().map(|server| server.state.objects.journal().last_event());
+            require(self.clients[client].seen == last, || {
+                format!("client {client} has seen the events up to {:?} of {last:?}", self.clients[client].seen)
+            })?;
+            self.stop(client);
+        }
+        self.settle()?;
+        self.check_keeper()?;
+        (0..CLIENTS).try_for_each(|client| self.step(super::step::Step::KillClient(client)))?;
+        self.drain()
+    }
+
+    fn settle(&mut self) -> Result<(), String> {
+        self.exchange_all();
+        self.check()?;
+        self.finish_death();
+        self.exchange_all();
+        self.check()
+    }
+
+    /// The keeper holds the log and the segments of all versions, and nothing else.
+    fn check_keeper(&self) -> Result<(), String> {
+        let (Some(server), Some(keeper)) = (&self.server, &self.keeper) else { return Ok(()) };
+        require(keeper.is_whole(), || "the keeper does not know that it has everything".to_owned())?;
+        let segments = keeper.names().filter(|name| !name.starts_with('.')).collect::<BTreeSet<_>>();
+        let held = server.state.objects.segment_names().collect::<BTreeSet<_>>();
+        require(segments == held.iter().map(String::as_str).collect(), || {
+            format!("the keeper holds the segments {segments:?} of {held:?}")
+        })
+    }
+
+    fn drain(&mut self) -> Result<(), String> {
+        for _ in 0..3 {
+            for id in self.pipes.keys().copied().collect::<Vec<_>>() {
+                self.deliver(id);
+            }
+            self.step(super::step::Step::Tick(11_000))?;
+        }
+        let Some(server) = &mut self.server else { return Ok(()) };
+        let audit = server.audit()?;
+        require(audit.leases.is_empty(), || format!("{} leases are left without clients", audit.leases.len()))?;
+        let ending = audit.versions.values().find(|version| version.lifetime != Default::default());
+        require(ending.is_none(), || format!("a name has not expired: {ending:?}"))?;
+        require(server.state.drafts.is_empty() && server.state.claims.list("").is_empty(), || {
+            "drafts or claims are left without clients".to_owned()
+        })?;
+        for name in audit.makers.keys() {
+            server.state.objects.remove(name, "the end").map_err(|error| error.message)?;
+        }
+        self.turn();
+        let Some(server) = &mut self.server else { return Ok(()) };
+        let left = server.state.objects.segment_names().collect::<Vec<_>>();
+        require(left.is_empty(), || format!("the segments {left:?} are left without versions"))?;
+        require(server.state.objects.users().totals(None, 1 << 16).is_empty(), || "a user is left".to_owned())?;
+        for _ in 0..8 {
+            self.keeper_reads();
+            self.handle_keeper_event();
+        }
+        self.check_keeper()
+    }
+}

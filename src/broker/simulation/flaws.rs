@@ -1,0 +1,79 @@
+//! The defects that the simulation must find. The broker's code stays as it is: they change what its surroundings do.
+
+/// Defines the flaws and their list.
+macro_rules! flaws {
+    ($($(#[$doc:meta])* $flaw:ident,)*) => {
+        /// A defect of the event loop, the keeper, the log's memory or a client.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Flaw {
+            $($(#[$doc])* $flaw,)*
+        }
+
+        pub(super) const FLAWS: &[Flaw] = &[$(Flaw::$flaw,)*];
+    };
+}
+
+flaws! {
+    /// Some answers are not sent.
+    AnswersLost,
+    /// Some answers go to another client.
+    AnswersMisdirected,
+    /// Two records to a client change places.
+    AnswersSwapped,
+    /// A put is answered before the keeper has its descriptors.
+    AnswersTooEarly,
+    /// A lease carries the descriptor of another segment.
+    WrongDescriptor,
+    /// Some requests are read twice.
+    RequestsRepeated,
+    /// Some releases are not read.
+    ReleasesLost,
+    /// Closed connections go unnoticed.
+    DisconnectsLost,
+    /// Deadlines are not set.
+    DeadlinesLost,
+    /// Names that expire are not checked.
+    ExpiriesLost,
+    /// The worker's results are lost.
+    WorkLost,
+    /// All connections count as those of one user.
+    UsersConfused,
+    /// The event loop does not notice that the keeper's socket has room again.
+    KeeperWakeUpsLost,
+    /// The event loop does not send new events to watchers.
+    WatchWakeUpsLost,
+    /// A new keeper gets the catalogue only.
+    SegmentsNotResent,
+    /// A new keeper is not told that it has everything.
+    CompleteNotSent,
+    /// Puts that wait while the keeper is replaced are published before the new keeper has them.
+    MarksNotMoved,
+    /// The keeper drops what a killed server has sent, but it has not read.
+    UnreadDropped,
+    /// The keeper does not remove descriptors.
+    RemovalsIgnored,
+    /// The keeper handles two messages in the wrong order.
+    KeeperMessagesSwapped,
+    /// The keeper loses some descriptors.
+    HoldsLost,
+    /// The log loses its last record with the server.
+    LastRecordLost,
+    /// The log has its last record twice.
+    LastRecordRepeated,
+    /// A bit of the log's last record changes.
+    LastRecordDamaged,
+    /// A new server gets the older one of two logs.
+    OldLog,
+    /// A new server ends all leases at once.
+    NoGrace,
+    /// A new server never ends leases that no client resumes.
+    EndlessGrace,
+    /// Each server starts with the same random numbers.
+    TokensRepeated,
+    /// A client repeats a request under another number.
+    RequestsRenumbered,
+    /// A client resumes nothing.
+    LeasesNotResumed,
+    /// A descriptor of a dropped version is released once too often.
+    ReleasedTwice,
+}

@@ -1,0 +1,161 @@
+//! A deterministic simulation of the broker: random schedules of requests, kills, delays and clock changes, which shrink if they fail.
+//!
+//! | File | Purpose |
+//! |---|---|
+//! | `step` | the steps of a schedule, and their generation from a seed |
+//! | `world`, `client` | server, keeper, scripted clients, and the channels between them |
+//! | `oracle`, `check` | the promises, and the checks after each step and at the end |
+//! | `flaws`, `log` | defects that the simulation must find |
+//!
+//! `cargo test simulation` runs a bounded number of schedules, and `make test-simulation SECONDS=3600` as many as fit the time. A failure
+//! prints a schedule for [`REGRESSIONS`].
+
+mod check;
+mod client;
+mod flaws;
+mod log;
+mod oracle;
+mod step;
+mod world;
+
+use std::{
+    cell::RefCell,
+    panic::{self, AssertUnwindSafe},
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use self::{
+    flaws::{FLAWS, Flaw},
+    step::{
+        Kind::*,
+        Random,
+        Request::*,
+        Step::{self, *},
+    },
+    world::World,
+};
+
+/// Steps per schedule.
+const LENGTH: usize = 50;
+
+/// Schedules per test run, and at most for a flaw.
+const SCHEDULES: u64 = 2000;
+const SCHEDULES_PER_FLAW: u64 = 3000;
+
+thread_local! {
+    /// The random numbers of this thread's server. `None` outside the simulation.
+    static TOKENS: RefCell<Option<Random>> = const { RefCell::new(None) };
+}
+
+fn seed_tokens() {
+    TOKENS.set(Some(Random(1)));
+}
+
+/// The next token of a simulated server.
+pub(in crate::broker::server) fn random() -> Option<[u8; 16]> {
+    let next = || TOKENS.with_borrow_mut(|tokens| tokens.as_mut().map(Random::next));
+    Some((u128::from(next()?) << 64 | u128::from(next()?)).to_le_bytes())
+}
+
+/// Runs a schedule. Returns the first violation.
+fn run(steps: &[Step], flaw: Option<Flaw>) -> Result<(), String> {
+    let result = panic::catch_unwind(AssertUnwindSafe(|| {
+        let mut world = World::new(flaw);
+        steps.iter().try_for_each(|step| world.step(*step))?;
+        world.finish()
+    }));
+    TOKENS.set(None);
+    result.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+        Err(format!("panic: {}", text.unwrap_or_default()))
+    })
+}
+
+/// Removes steps as long as the schedule still fails.
+fn shrink(mut steps: Vec<Step>, flaw: Option<Flaw>) -> Vec<Step> {
+    let mut size = steps.len() / 2;
+    while size > 0 {
+        let (mut at, before) = (0, steps.len());
+        while at < steps.len() {
+            let mut fewer = steps.clone();
+            fewer.drain(at..(at + size).min(steps.len()));
+            match run(&fewer, flaw) {
+                Ok(()) => at += size,
+                Err(_) => steps = fewer,
+            }
+        }
+        if size > 1 || steps.len() == before {
+            size /= 2;
+        }
+    }
+    steps
+}
+
+/// Runs the schedules of some seeds until one fails.
+fn search(seeds: impl IntoIterator<Item = u64>, flaw: Option<Flaw>) -> Option<Vec<Step>> {
+    let schedules = seeds.into_iter().map(|seed| Random(seed).schedule(LENGTH));
+    schedules.into_iter().find(|steps| run(steps, flaw).is_err())
+}
+
+/// Shrunk schedules that failed once.
+const REGRESSIONS: [&[Step]; 0] = [];
+
+#[test]
+fn simulation_finds_no_violation() {
+    REGRESSIONS.iter().for_each(|steps| assert_eq!(run(steps, None), Ok(()), "{steps:?}"));
+    let seconds = std::env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok());
+    let start = Instant::now();
+    let deadline = seconds.map(|seconds| start + Duration::from_secs(seconds));
+    // Other seeds in each longer run.
+    let first = seconds.map_or(0, |_| crate::broker::server::state::time::Time::now().ms << 20);
+    let next = AtomicU64::new(0);
+    let is_over = |done| deadline.map_or(done >= SCHEDULES, |deadline| Instant::now() >= deadline);
+    let seeds = || {
+        std::iter::from_fn(|| {
+            let done = next.fetch_add(1, Ordering::Relaxed);
+            (!is_over(done)).then_some(first + done)
+        })
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let failed = thread::scope(|scope| {
+        let threads = (0..threads).map(|_| scope.spawn(|| search(seeds(), None))).collect::<Vec<_>>();
+        threads.into_iter().filter_map(|thread| thread.join().unwrap()).next()
+    });
+    if let Some(failed) = failed {
+        let steps = shrink(failed, None);
+        panic!("{}\n{steps:?}", run(&steps, None).unwrap_err());
+    }
+    eprintln!("{} schedules in {:?}", next.load(Ordering::Relaxed), start.elapsed());
+}
+
+/// The server gives up its descriptors before its successor has them. Its keeper then has the only copy.
+#[test]
+fn keeper_killed_in_upgrade_loses_objects() {
+    let mut world = World::new(None);
+    let put = Put { name: 0, memory: 0, kind: New };
+    for step in
+        [Ask(0, put), Exchange(0), Upgrade, Sync, Sync, Sync, Sync, Sync, Sync, Sync, Sync, KillKeeper, StartServer]
+    {
+        world.step(step).unwrap();
+    }
+    TOKENS.set(None);
+    assert_eq!(world.oracle.losses(), 1);
+}
+
+#[test]
+fn simulation_finds_each_flaw() {
+    let missed = |flaw: &Flaw| {
+        let found = search(0..SCHEDULES_PER_FLAW, Some(*flaw));
+        if let Some(found) = &found
+            && std::env::var_os("SECONDS").is_some()
+        {
+            let steps = shrink(found.clone(), Some(*flaw));
+            eprintln!("{flaw:?}: {}\n    {steps:?}", run(&steps, Some(*flaw)).unwrap_err());
+        }
+        found.is_none()
+    };
+    let missed = FLAWS.iter().filter(|flaw| missed(flaw)).collect::<Vec<_>>();
+    assert!(missed.is_empty(), "{missed:?}");
+}

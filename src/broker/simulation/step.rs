@@ -1,0 +1,155 @@
+//! The steps of a schedule, and their random generation.
+
+use super::world::CLIENTS;
+
+/// One step. A step that does not apply, such as a kill of a dead server, changes nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// A client without an unanswered request makes one.
+    Ask(usize, Request),
+    /// The server reads the next record of a connection, counted among those with unread records.
+    Deliver(usize),
+    /// A client reads its next record.
+    Receive(usize),
+    /// Server, keeper and a client exchange records until none is left.
+    Exchange(usize),
+    /// A client's socket becomes full, or has room again.
+    Block(usize),
+    /// A client releases its claim or its oldest lease.
+    Release(usize),
+    /// A client stops its waiting request.
+    Stop(usize),
+    /// A client tries to resume the lease of another user.
+    Steal(usize),
+    Connect(usize),
+    /// A connection breaks. The client stays.
+    HangUp(usize),
+    /// A client's process is replaced by another, which holds nothing.
+    KillClient(usize),
+    /// The worker finishes a step of its oldest work.
+    Work,
+    /// The event loop does its background work.
+    Turn,
+    /// The event loop handles its keeper's connection.
+    Flush,
+    /// The keeper reads a message.
+    KeeperReads,
+    /// Both.
+    Sync,
+    KillServer,
+    /// The server is killed after so many more effects.
+    KillServerAfter(u8),
+    /// The server is asked to exit for another one.
+    Upgrade,
+    StartServer,
+    KillKeeper,
+    StartKeeper,
+    /// Time passes, in milliseconds.
+    Tick(u64),
+    /// The clock of the system is set, by so many milliseconds.
+    SetClock(i64),
+    /// The log is rewritten.
+    Compact,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Request {
+    Put { name: usize, memory: usize, kind: Kind },
+    Get { name: usize, wait: u64, newer: bool },
+    Claim { name: usize, wait: u64 },
+    Delete { name: usize },
+    Watch,
+    List,
+}
+
+/// The kinds of puts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The name must not exist.
+    New,
+    Replace,
+    /// With metadata in a memfd, which the worker examines.
+    Table,
+    /// The name keeps one earlier version.
+    Keep,
+    /// The name ends with its maker; with its maker and the last lease; 1 s after the last lease.
+    Maker,
+    Leased,
+    Idle,
+    /// One of two parts of a version: even clients put `x`, odd ones `y`.
+    Part,
+    /// Two segments, of which the second follows after the server has room for it.
+    Long,
+}
+
+const KINDS: [Kind; 9] =
+    [Kind::New, Kind::Replace, Kind::Table, Kind::Keep, Kind::Maker, Kind::Leased, Kind::Idle, Kind::Part, Kind::Long];
+
+/// Random numbers from a seed (splitmix64).
+#[derive(Debug, Clone)]
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    fn of<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    /// A schedule of so many steps.
+    pub(super) fn schedule(&mut self, length: usize) -> Vec<Step> {
+        (0..length).map(|_| self.step()).collect()
+    }
+
+    fn step(&mut self) -> Step {
+        let client = self.below(CLIENTS);
+        match self.below(100) {
+            0..34 => Step::Ask(client, self.request()),
+            34..42 => Step::Deliver(self.below(CLIENTS)),
+            42..48 => Step::Receive(client),
+            48..64 => Step::Exchange(client),
+            64..66 => Step::Block(client),
+            66..71 => Step::Release(client),
+            71 => Step::Stop(client),
+            72 => Step::Steal(client),
+            73..76 => Step::Connect(client),
+            76 => Step::HangUp(client),
+            77 => Step::KillClient(client),
+            78..80 => Step::Work,
+            80..83 => Step::Turn,
+            83 => Step::Flush,
+            84 => Step::KeeperReads,
+            85..87 => Step::Sync,
+            87 => Step::KillServer,
+            88 => Step::KillServerAfter(self.below(8) as u8),
+            89 => Step::Upgrade,
+            90..93 => Step::StartServer,
+            93 => Step::KillKeeper,
+            94 => Step::StartKeeper,
+            95..97 => Step::Tick(self.of(&[1, 400, 1000, 5000, 11_000, 40_000])),
+            97 => Step::SetClock(self.of(&[-3_600_000, -1, 1000, 86_400_000])),
+            _ => Step::Compact,
+        }
+    }
+
+    fn request(&mut self) -> Request {
+        let (name, wait) = (self.of(&[0, 0, 1, 2]), self.of(&[0, 500, 3000]));
+        match self.below(16) {
+            0..6 => Request::Put { name, memory: self.below(4), kind: self.of(&KINDS) },
+            6..10 => Request::Get { name, wait, newer: self.below(4) == 0 },
+            10..12 => Request::Claim { name, wait },
+            12..14 => Request::Delete { name },
+            14 => Request::Watch,
+            _ => Request::List,
+        }
+    }
+}
