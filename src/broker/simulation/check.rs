@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{
     client::memory_of,
     oracle::Memory,
-    step::Request,
-    world::{CLIENTS, Pipe, QUOTA, Server, World},
+    server::{QUOTA, Server},
+    step::{Request, Step},
+    world::{CLIENTS, Pipe, World},
 };
 use crate::{
     broker::server::{
@@ -47,7 +48,7 @@ impl World {
         let memory = memory.collect::<BTreeMap<u64, Memory>>();
         self.oracle.check_versions(&audit, &memory, server.keeper, objects.journal())?;
         self.check_quotas(&audit)?;
-        if self.is_dying() {
+        if self.is_dying {
             return Ok(());
         }
         self.check_holders(&audit)?;
@@ -180,7 +181,7 @@ impl World {
         self.unblock_all();
         self.settle()?;
         for wait in [4000, 40_000] {
-            self.step(super::step::Step::Tick(wait))?;
+            self.step(Step::Tick(wait))?;
             self.settle()?;
         }
         for client in 0..CLIENTS {
@@ -196,7 +197,7 @@ impl World {
         }
         self.settle()?;
         self.check_keeper()?;
-        (0..CLIENTS).try_for_each(|client| self.step(super::step::Step::KillClient(client)))?;
+        (0..CLIENTS).try_for_each(|client| self.step(Step::KillClient(client)))?;
         self.drain()
     }
 
@@ -224,7 +225,7 @@ impl World {
             for id in self.pipes.keys().copied().collect::<Vec<_>>() {
                 self.deliver(id);
             }
-            self.step(super::step::Step::Tick(11_000))?;
+            self.step(Step::Tick(11_000))?;
         }
         let Some(server) = &mut self.server else { return Ok(()) };
         let audit = server.audit()?;

@@ -71,7 +71,8 @@ pub(super) struct Oracle {
     leases: BTreeMap<Token, AuditedLease>,
     closed: BTreeSet<ConnectionId>,
     last_event: u64,
-    losses: usize,
+    /// How many versions were lost because server and keeper both died.
+    pub(super) losses: usize,
     /// The numbers of versions that were published and replaced before the next check, by name and id.
     replaced: HashMap<(String, String), u64>,
     keeper_of_dead: Option<u64>,
@@ -85,11 +86,6 @@ pub(super) struct Oracle {
 }
 
 impl Oracle {
-    /// How many versions were lost because server and keeper both died.
-    pub(super) fn losses(&self) -> usize {
-        self.losses
-    }
-
     pub(super) fn fail(&mut self, why: impl Into<String>) {
         self.violation.get_or_insert(why.into());
     }
@@ -123,7 +119,7 @@ impl Oracle {
         }
     }
 
-    pub(super) fn delivered(&mut self, _id: ConnectionId, message: &Message) {
+    pub(super) fn delivered(&mut self, message: &Message) {
         match message {
             Message::Delete(delete) => self.deleting.extend(delete.request),
             Message::Release(release) => self.released.push(release.token),

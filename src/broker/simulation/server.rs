@@ -1,0 +1,434 @@
+//! The simulated server: verbs, state, log and the server's end of the keeper's connection are the broker's own code.
+//!
+//! This file stands in for `io`: it executes effects, keeps timers, and reconnects to the next keeper in the order of `io/keeper.rs`.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    client::{Client, memory_of},
+    flaws::Flaw,
+    log, seed_tokens,
+    world::World,
+};
+use crate::{
+    broker::{
+        keeper::{Flushed, KeeperFlaw, KeeperProcess, Mark},
+        server::{
+            limits::TimeLimits,
+            state::{
+                caller::{Caller, ConnectionId},
+                objects::{Expiry, Objects},
+                quota::Rules,
+                room::DescriptorRoom,
+                root::State,
+                time::Time,
+            },
+            verbs::{
+                connection, dispatch,
+                effects::{Effect, Effects, Step as WorkStep, Work},
+                list, publish, watch,
+            },
+        },
+    },
+    wire::broker::{Message, Quota},
+};
+
+/// Small enough to be reached. A version of one segment has 2 MiB.
+pub(super) const QUOTA: Quota =
+    Quota { bytes: Some(14 << 20), device_bytes: None, objects: Some(4), leases: Some(5), connections: None };
+
+/// A time limit of the server, in the order of its use: a hello, and the rest of a put.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+pub(super) struct Server {
+    pub(super) state: State,
+    pub(super) deadlines: BTreeMap<ConnectionId, Instant>,
+    expiries: Vec<(Instant, Arc<str>)>,
+    unresumed: Option<Instant>,
+    pub(super) work: VecDeque<Work>,
+    /// The keeper that it is connected to.
+    pub(super) keeper: u64,
+    shutdown: Option<Mark>,
+    /// Whether the keeper's socket accepted everything.
+    pub(super) is_flushed: bool,
+}
+
+// The server's event loop.
+impl World {
+    fn with(&mut self, call: impl FnOnce(&mut State, &mut Effects)) {
+        let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
+        server.state.objects.now = self.now;
+        self.is_changed = true;
+        let mut effects = Effects::default();
+        call(&mut server.state, &mut effects);
+        self.execute(effects);
+    }
+
+    fn execute(&mut self, effects: Effects) {
+        for effect in effects.0 {
+            self.is_dying |= self.fuse == Some(0);
+            self.fuse = self.fuse.map(|left| left.saturating_sub(1));
+            let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else {
+                self.fuse = None;
+                return;
+            };
+            match effect {
+                Effect::Send { client, records } => {
+                    let Some(pipe) = self.pipes.get_mut(&client).filter(|pipe| !pipe.closed_by_server) else {
+                        continue;
+                    };
+                    for record in records {
+                        let fds = record.fds.len() + usize::from(record.own.is_some());
+                        let message = Message::decode(&record.bytes, fds).unwrap();
+                        if !pipe.closed_by_client {
+                            self.oracle.answered(&server.state, &self.clients[pipe.client], &message, self.now.at);
+                        }
+                        pipe.queue.push_back((message, record.fds));
+                    }
+                    self.flush(client);
+                }
+                Effect::SendNext { .. } => self.oracle.fail("a short answer was continued"),
+                Effect::End { client, message, .. } => {
+                    self.oracle.ended(&message);
+                    self.disconnect(client);
+                }
+                Effect::Close { client, .. } => self.disconnect(client),
+                Effect::Deadline { client, deadline } => {
+                    match deadline.filter(|_| self.flaw != Some(Flaw::DeadlinesLost)) {
+                        Some(deadline) => server.deadlines.insert(client, deadline.at),
+                        None => server.deadlines.remove(&client),
+                    };
+                }
+                Effect::Work(work) => server.work.push_back(work),
+                Effect::Store => {
+                    if self.flaw == Some(Flaw::AnswersTooEarly) {
+                        self.answer_early();
+                    } else {
+                        self.sync_store();
+                    }
+                }
+                Effect::Listen(_) | Effect::CloseFds { .. } | Effect::Count { .. } => {}
+            }
+        }
+    }
+
+    /// Sends queued records if the client's socket has room.
+    pub(super) fn flush(&mut self, id: ConnectionId) {
+        let Some(server) = &mut self.server else { return };
+        let Some(pipe) = self.pipes.get_mut(&id).filter(|pipe| !pipe.is_blocked) else { return };
+        let mut records = Vec::new();
+        while let Some((message, segments)) = pipe.queue.pop_front() {
+            let memory = segments.iter().map(|segment| memory_of(server.state.objects.segment(*segment)));
+            records.push((message, memory.collect::<Vec<_>>()));
+        }
+        connection::all_sent(&mut server.state, id);
+        for (message, mut memory) in records {
+            let is_answer = !matches!(message, Message::Hello(_) | Message::Resumed(_));
+            if is_answer && self.strikes(Flaw::AnswersLost) {
+                continue;
+            }
+            if is_answer && self.strikes(Flaw::WrongDescriptor) {
+                memory.iter_mut().for_each(|memory| *memory = Some(7));
+            }
+            let misdirected = is_answer && self.strikes(Flaw::AnswersMisdirected);
+            let swapped = is_answer && self.has(Flaw::AnswersSwapped);
+            let other = self.pipes.keys().copied().find(|other| misdirected && *other != id).unwrap_or(id);
+            let Some(pipe) = self.pipes.get_mut(&other).filter(|pipe| !pipe.closed_by_client) else { continue };
+            if swapped {
+                pipe.to_client.push_front((message, memory));
+            } else {
+                pipe.to_client.push_back((message, memory));
+            }
+        }
+    }
+
+    /// The server reads a connection's next record, or its end.
+    pub(super) fn deliver(&mut self, id: ConnectionId) {
+        let repeats = self.has(Flaw::RequestsRepeated);
+        let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
+        let Some(pipe) = self.pipes.get_mut(&id).filter(|pipe| pipe.queue.is_empty() && !pipe.closed_by_server) else {
+            return;
+        };
+        let of = if self.flaw == Some(Flaw::UsersConfused) { 0 } else { pipe.client };
+        if !std::mem::replace(&mut pipe.is_accepted, true) {
+            let Client { uid, .. } = self.clients[of];
+            let pid = self.clients[pipe.client].pid;
+            let caller = Caller { connection: id, pid, uid, gid: uid, groups: Arc::from([]), command: None };
+            return self.with(|state, effects| connection::connected(state, effects, caller));
+        }
+        match pipe.to_server.pop_front() {
+            Some((message, fds)) => {
+                let room = DescriptorRoom { used: server.state.objects.descriptors(), limit: 100_000, closing: 0 };
+                if matches!(message, Message::Release(_)) && self.has(Flaw::ReleasesLost) {
+                    return;
+                }
+                self.oracle.delivered(&message);
+                let again = repeats && matches!(message, Message::Delete(_) | Message::Get(_) | Message::List(_));
+                let copy = again.then(|| message.clone());
+                self.with(|state, effects| dispatch::handle(state, effects, &room, id, message, fds));
+                if let Some(copy) = copy {
+                    self.with(|state, effects| dispatch::handle(state, effects, &room, id, copy, Vec::new()));
+                }
+            }
+            None if pipe.closed_by_client && self.flaw != Some(Flaw::DisconnectsLost) => self.disconnect(id),
+            None => {}
+        }
+    }
+
+    fn disconnect(&mut self, id: ConnectionId) {
+        let (Some(pipe), Some(server)) = (self.pipes.get_mut(&id), &mut self.server) else { return };
+        pipe.closed_by_server = true;
+        pipe.to_server.clear();
+        pipe.queue.clear();
+        if pipe.closed_by_client {
+            self.pipes.remove(&id);
+        }
+        server.deadlines.remove(&id);
+        if let Some(uid) = server.state.caller(id).map(|caller| caller.uid) {
+            server.state.objects.users().remove_connection(uid);
+        }
+        self.oracle.closed(id);
+        self.with(|state, effects| connection::disconnected(state, effects, id));
+    }
+
+    pub(super) fn work(&mut self) {
+        let Some(mut work) = self.server.as_mut().and_then(|server| server.work.pop_front()) else { return };
+        match (work.job)() {
+            WorkStep::Done(_) if self.has(Flaw::WorkLost) => {}
+            WorkStep::Done(outcome) => {
+                self.with(|state, effects| connection::work_done(state, effects, work.client, outcome));
+            }
+            WorkStep::More(job) => {
+                work.job = job;
+                if let Some(server) = &mut self.server {
+                    server.work.push_back(work);
+                }
+            }
+        }
+    }
+
+    /// The background work of a turn of the event loop.
+    pub(super) fn turn(&mut self) {
+        let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
+        let objects = &mut server.state.objects;
+        self.is_changed = true;
+        objects.now = self.now;
+        objects.clean_up_closed();
+        objects.begin_turn();
+        objects.release_some();
+        objects.continue_compaction();
+        let expiries = objects.take_expiries();
+        if self.flaw != Some(Flaw::ExpiriesLost) {
+            server.expiries.extend(expiries.into_iter().map(|Expiry { name, at, .. }| (at, name)));
+        }
+        drop(objects.take_garbage());
+        if self.strikes(Flaw::ReleasedTwice) {
+            self.release_segment();
+        }
+        self.handle_keeper_event();
+        let watches = !self.has(Flaw::WatchWakeUpsLost);
+        self.with(|state, effects| {
+            list::continue_listing(state, effects);
+            if watches {
+                watch::send_events(state, effects);
+            }
+        });
+    }
+
+    pub(super) fn tick(&mut self, ms: u64) {
+        self.now = Time { at: self.now.at + Duration::from_millis(ms), ms: self.now.ms + ms };
+        self.turn();
+        let now = self.now.at;
+        let Some(server) = &mut self.server else { return };
+        let due = server.deadlines.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect::<Vec<_>>();
+        let expired = server.expiries.extract_if(.., |(at, _)| *at <= now).collect::<Vec<_>>();
+        let is_over = server.unresumed.is_some_and(|at| at <= now) && self.flaw != Some(Flaw::EndlessGrace);
+        server.deadlines.retain(|_, at| *at > now);
+        for id in due {
+            self.with(|state, effects| connection::deadline_passed(state, effects, id));
+        }
+        for (_, name) in expired {
+            self.oracle.expired(&name);
+            self.with(|state, _| state.objects.expire(&name));
+        }
+        if is_over {
+            self.end_grace();
+        }
+        self.turn();
+    }
+
+    fn end_grace(&mut self) {
+        if let Some(server) = &mut self.server {
+            server.unresumed = None;
+        }
+        let is_early = self.has(Flaw::NoGrace);
+        self.oracle.grace_ended(is_early);
+        self.with(|state, effects| {
+            state.objects.end_unresumed();
+            publish::end_reservation(state, effects);
+        });
+    }
+}
+
+// The keeper, and the server's death.
+impl World {
+    pub(super) fn start_keeper(&mut self) {
+        if self.keeper.is_none() {
+            self.keeper = Some(KeeperProcess::simulated());
+            self.keepers += 1;
+        }
+    }
+
+    pub(super) fn keeper_reads(&mut self) {
+        let flaw = match self.flaw {
+            Some(Flaw::RemovalsIgnored) => Some(KeeperFlaw::IgnoresRemovals),
+            Some(Flaw::KeeperMessagesSwapped) => Some(KeeperFlaw::SwapsMessages),
+            Some(Flaw::HoldsLost) => Some(KeeperFlaw::LosesHold),
+            _ => None,
+        };
+        if let Some(keeper) = self.keeper.as_mut().filter(|keeper| keeper.has_unread()) {
+            keeper.read_message(flaw);
+        }
+    }
+
+    pub(super) fn handle_keeper_event(&mut self) {
+        if !self.has(Flaw::KeeperWakeUpsLost) {
+            self.sync_store();
+        }
+    }
+
+    /// As `Reactor::sync_store`.
+    fn sync_store(&mut self) {
+        loop {
+            let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
+            server.state.objects.store_mut().read();
+            let flushed = server.state.objects.flush_store();
+            server.is_flushed = flushed == Flushed::All;
+            if flushed == Flushed::Gone {
+                self.replace_keeper();
+            }
+            let mut any = false;
+            self.with(|state, effects| any = publish::publish_confirmed(state, effects));
+            if !any {
+                break;
+            }
+        }
+        let is_handed_over =
+            |server: &Server| server.shutdown.is_some_and(|mark| server.state.objects.store().is_confirmed(mark));
+        self.is_dying |= self.server.as_ref().is_some_and(is_handed_over);
+    }
+
+    /// As `KeeperLink::replace_keeper` and `KeeperLink::reconnect`, without delays between attempts.
+    fn replace_keeper(&mut self) {
+        let (keepers, flaw) = (self.keepers, self.flaw);
+        let Some(server) = &mut self.server else { return };
+        let state = &mut server.state;
+        let Some(keeper) = self.keeper.as_mut().filter(|_| keepers != server.keeper) else {
+            return state.objects.store_mut().disconnect();
+        };
+        keeper.accept_server(state.objects.store_mut()).unwrap();
+        state.objects.resend_catalogue().unwrap();
+        if flaw != Some(Flaw::SegmentsNotResent) {
+            state.objects.resend_segments();
+        }
+        if flaw != Some(Flaw::CompleteNotSent) {
+            state.objects.store_mut().complete();
+        }
+        state.objects.store_mut().serving();
+        if server.shutdown.is_some() {
+            server.shutdown = Some(state.objects.store_mut().sync());
+        }
+        let mark = state.objects.store().mark();
+        if flaw != Some(Flaw::MarksNotMoved) {
+            state.pending_versions.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
+        }
+        server.keeper = keepers;
+        state.objects.flush_store();
+    }
+
+    pub(super) fn upgrade(&mut self) {
+        if let Some(server) = self.server.as_mut().filter(|server| server.shutdown.is_none()) {
+            server.shutdown = Some(server.state.objects.store_mut().sync());
+        }
+    }
+
+    /// The server's process is gone: its memory, and whatever its sockets had not accepted.
+    pub(super) fn end_server(&mut self) {
+        let Some(server) = self.server.take() else { return };
+        drop(server.state);
+        self.fuse = None;
+        self.oracle.server_ended(server.keeper);
+        self.pipes.retain(|_, pipe| {
+            pipe.to_server.clear();
+            pipe.queue.clear();
+            pipe.closed_by_server = true;
+            !pipe.closed_by_client
+        });
+        if let Some(keeper) = &mut self.keeper {
+            if self.flaw == Some(Flaw::UnreadDropped) {
+                keeper.drop_unread();
+            }
+            log::damage(keeper, self.flaw);
+        }
+    }
+
+    pub(super) fn start_server(&mut self) {
+        if self.server.is_some() {
+            return;
+        }
+        self.start_keeper();
+        if self.has(Flaw::TokensRepeated) {
+            seed_tokens();
+        }
+        let Some(keeper) = &mut self.keeper else { return };
+        let taken = keeper.hand_to_server(&self.cancel);
+        let mut inherited = taken.inherited;
+        if self.flaw == Some(Flaw::OldLog) {
+            log::hide_newest(&mut inherited.catalogues);
+        }
+        let rules = Rules::new(QUOTA, Quota::unlimited());
+        let restored = Objects::restore(self.now, rules, taken.store, inherited.catalogues, inherited.segments);
+        let mut objects = restored.unwrap();
+        objects.store_mut().complete();
+        objects.store_mut().serving();
+        let is_restarted = objects.journal().restarts() > 0;
+        self.is_changed = true;
+        self.oracle.server_started(self.keepers, taken.whole, objects.journal().last_event());
+        let limit = TimeLimits::default().resume;
+        self.server = Some(Server {
+            state: State::new(objects, TIMEOUT, false),
+            deadlines: BTreeMap::new(),
+            expiries: Vec::new(),
+            unresumed: is_restarted.then(|| self.now.at + limit),
+            work: VecDeque::new(),
+            keeper: self.keepers,
+            shutdown: None,
+            is_flushed: false,
+        });
+        if self.has(Flaw::NoGrace) {
+            self.end_grace();
+        }
+    }
+
+    /// Publishes versions before their descriptors are sent.
+    fn answer_early(&mut self) {
+        let Some(server) = &mut self.server else { return };
+        server.state.pending_versions.queue.iter_mut().for_each(|version| version.staged.mark = Mark::default());
+        self.with(|state, effects| {
+            publish::publish_confirmed(state, effects);
+        });
+    }
+
+    fn release_segment(&mut self) {
+        let Some(server) = &mut self.server else { return };
+        let objects = &mut server.state.objects;
+        let versions = objects.audit(&[]).map(|audit| audit.versions).unwrap_or_default();
+        if let Some(version) = versions.values().next() {
+            objects.release(version.payer, version.parts[0].1[0]);
+        }
+    }
+}
