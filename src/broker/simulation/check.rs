@@ -34,7 +34,8 @@ impl World {
     pub(super) fn check(&mut self) -> Result<(), String> {
         self.oracle.take_violation()?;
         let Some(server) = &self.server else { return Ok(()) };
-        if !std::mem::take(&mut self.is_changed) {
+        // The next server has a part of the changes.
+        if self.is_torn || !std::mem::take(&mut self.is_changed) {
             return Ok(());
         }
         let audit = server.audit()?;

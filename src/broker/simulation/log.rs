@@ -25,6 +25,27 @@ pub(super) fn hide_newest(logs: &mut [Option<OwnedFd>; 2]) {
     }
 }
 
+/// The positions of the records after a position: start and end of each.
+fn records(file: &File, mut at: u64) -> Vec<(u64, u64)> {
+    let end = file.metadata().unwrap().len();
+    let mut records = Vec::new();
+    while at < end {
+        let mut length = [0; 4];
+        file.read_exact_at(&mut length, at).unwrap();
+        let start = at;
+        at += PREFIX + u64::from(u32::from_le_bytes(length));
+        records.push((start, at));
+    }
+    records
+}
+
+/// Removes the last records after a position, at most so many.
+pub(super) fn cut(file: &File, position: u64, count: u8) {
+    if let Some((start, _)) = records(file, position).iter().rev().take(count.into()).next_back() {
+        file.set_len(*start).unwrap();
+    }
+}
+
 /// Changes the last record of the newest log.
 pub(super) fn damage(keeper: &KeeperProcess, flaw: Option<Flaw>) {
     let Some(flaw @ (Flaw::LastRecordLost | Flaw::LastRecordRepeated | Flaw::LastRecordDamaged)) = flaw else { return };
@@ -33,13 +54,7 @@ pub(super) fn damage(keeper: &KeeperProcess, flaw: Option<Flaw>) {
     else {
         return;
     };
-    let end = file.metadata().unwrap().len();
-    let (mut last, mut at) = (HEADER, HEADER);
-    while at < end {
-        let mut length = [0; 4];
-        file.read_exact_at(&mut length, at).unwrap();
-        (last, at) = (at, at + PREFIX + u64::from(u32::from_le_bytes(length)));
-    }
+    let Some((last, end)) = records(&file, HEADER).pop() else { return };
     let mut record = vec![0; (end - last) as usize];
     file.read_exact_at(&mut record, last).unwrap();
     match flaw {

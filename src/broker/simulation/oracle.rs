@@ -50,12 +50,15 @@ struct RequestedDelete {
     is_executed: bool,
 }
 
-/// A server's start: whether its keeper is the one of the previous server, and has everything.
+/// A server's start.
 #[derive(Debug, Clone, Copy)]
 struct Restart {
     keeper: u64,
+    /// Whether the previous server had this keeper, and whether it has everything.
     same_keeper: bool,
     whole: bool,
+    /// Whether the previous server was killed in a call, of which it had written a part.
+    torn: bool,
 }
 
 #[derive(Debug, Default)]
@@ -150,10 +153,9 @@ impl Oracle {
         self.keeper_of_dead = Some(keeper);
     }
 
-    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, last_event: u64) {
-        self.last_event = last_event;
+    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, torn: bool) {
         let same_keeper = self.keeper_of_dead == Some(keeper);
-        self.restart = Some(Restart { keeper, same_keeper, whole });
+        self.restart = Some(Restart { keeper, same_keeper, whole, torn });
     }
 }
 
@@ -306,13 +308,13 @@ impl Oracle {
         journal: &Journal,
     ) -> Result<(), String> {
         let restart = self.restart.take();
+        if restart.is_some_and(|restart| !restart.same_keeper) {
+            self.forget_everything();
+        }
         let published = journal.events_after(self.last_event).1.map(|seen| &seen.event);
         let published = published.filter(|of| matches!(of.kind, EventKind::Published | EventKind::Replaced));
         let published = published.collect::<Vec<_>>();
         self.last_event = journal.last_event();
-        if restart.is_some_and(|restart| !restart.same_keeper) {
-            self.forget_everything();
-        }
         let mut removed = Vec::new();
         for (key, known) in &self.versions {
             let Known { version, memory: had, .. } = known;
@@ -357,7 +359,7 @@ impl Oracle {
         let replaced = replaced.map(|of| (of.name.clone(), of.version, of.id.clone())).collect::<Vec<_>>();
         for (key, now) in &audit.versions {
             if !self.versions.contains_key(key) {
-                if restart.is_some() {
+                if restart.is_some_and(|restart| !restart.torn) {
                     return Err(format!("version {} of `{}` appears at a start", now.number, now.name));
                 }
                 self.check_new(now, &memory[key], audit, &replaced)?;
@@ -384,7 +386,7 @@ impl Oracle {
     }
 
     fn forget_everything(&mut self) {
-        self.losses += self.versions.len();
+        (self.losses, self.last_event) = (self.losses + self.versions.len(), 0);
         self.versions.clear();
         self.leases.clear();
         self.puts.values_mut().for_each(|put| put.executed = None);
@@ -474,7 +476,7 @@ impl Oracle {
                 Some(_) => {}
             }
         }
-        if restart.is_some() && audit.leases.len() > self.leases.len() {
+        if restart.is_some_and(|restart| !restart.torn) && audit.leases.len() > self.leases.len() {
             return Err("a lease appears at a start".to_owned());
         }
         self.leases = audit.leases.clone();

@@ -64,7 +64,12 @@ impl World {
         server.state.objects.now = self.now;
         self.is_changed = true;
         let mut effects = Effects::default();
+        let before = self.torn.map(|_| server.state.objects.log());
         call(&mut server.state, &mut effects);
+        if let (Some(records), Some((file, length))) = (self.torn.take(), before) {
+            log::cut(&file, length, records);
+            (self.is_dying, self.is_torn) = (true, true);
+        }
         self.execute(effects);
     }
 
@@ -214,18 +219,17 @@ impl World {
     /// The background work of a turn of the event loop.
     pub(super) fn turn(&mut self) {
         let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
-        let objects = &mut server.state.objects;
-        self.is_changed = true;
-        objects.now = self.now;
-        objects.clean_up_closed();
-        objects.begin_turn();
-        objects.release_some();
-        objects.continue_compaction();
-        let expiries = objects.take_expiries();
+        let expiries = server.state.objects.take_expiries();
         if self.flaw != Some(Flaw::ExpiriesLost) {
             server.expiries.extend(expiries.into_iter().map(|Expiry { name, at, .. }| (at, name)));
         }
-        drop(objects.take_garbage());
+        drop(server.state.objects.take_garbage());
+        self.with(|state, _| {
+            state.objects.clean_up_closed();
+            state.objects.begin_turn();
+            state.objects.release_some();
+            state.objects.continue_compaction();
+        });
         if self.strikes(Flaw::ReleasedTwice) {
             self.release_segment();
         }
@@ -360,7 +364,7 @@ impl World {
     pub(super) fn end_server(&mut self) {
         let Some(server) = self.server.take() else { return };
         drop(server.state);
-        self.fuse = None;
+        (self.fuse, self.torn) = (None, None);
         self.oracle.server_ended(server.keeper);
         self.pipes.retain(|_, pipe| {
             pipe.to_server.clear();
@@ -397,7 +401,7 @@ impl World {
         objects.store_mut().serving();
         let is_restarted = objects.journal().restarts() > 0;
         self.is_changed = true;
-        self.oracle.server_started(self.keepers, taken.whole, objects.journal().last_event());
+        self.oracle.server_started(self.keepers, taken.whole, std::mem::take(&mut self.is_torn));
         let limit = TimeLimits::default().resume;
         self.server = Some(Server {
             state: State::new(objects, TIMEOUT, false),

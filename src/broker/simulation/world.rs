@@ -58,6 +58,9 @@ pub(super) struct World {
     /// How many more effects the server executes before it is killed, and whether that time has come.
     pub(super) fuse: Option<u8>,
     pub(super) is_dying: bool,
+    /// How many records the server's next call does not write before it is killed, and whether it was killed so.
+    pub(super) torn: Option<u8>,
+    pub(super) is_torn: bool,
     pub(super) oracle: Oracle,
     /// Whether the state may have changed since the last check.
     pub(super) is_changed: bool,
@@ -87,6 +90,8 @@ impl World {
             last: 16,
             fuse: None,
             is_dying: false,
+            torn: None,
+            is_torn: false,
             oracle,
             is_changed: true,
             cancel: Cancel::new().unwrap(),
@@ -144,6 +149,12 @@ impl World {
             }
             Step::KillServer => self.is_dying = self.server.is_some(),
             Step::KillServerAfter(effects) => self.fuse = self.server.as_ref().map(|_| effects),
+            Step::KillInCall(records) => self.torn = self.server.as_ref().map(|_| records),
+            Step::Clog => {
+                if let Some(server) = &self.server {
+                    KeeperProcess::clog(server.state.objects.store());
+                }
+            }
             Step::Upgrade => self.upgrade(),
             Step::StartServer => self.start_server(),
             Step::KillKeeper => self.keeper = None,
@@ -317,7 +328,7 @@ impl World {
     }
 
     pub(super) fn unblock_all(&mut self) {
-        self.fuse = None;
+        (self.fuse, self.torn) = (None, None);
         for id in self.pipes.keys().copied().collect::<Vec<_>>() {
             self.pipes.get_mut(&id).expect("it was listed").is_blocked = false;
             self.flush(id);

@@ -22,11 +22,6 @@ fn small_pair() -> (OwnedFd, OwnedFd) {
     (server, keeper)
 }
 
-/// Fills the server's end with messages that the keeper ignores, so that the next messages wait until the keeper reads.
-fn fill(server: &OwnedFd) {
-    while send(server, &Message::Received(0), &[]).is_ok() {}
-}
-
 /// A defect of the channel from the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::broker) enum KeeperFlaw {
@@ -46,19 +41,16 @@ impl KeeperProcess {
     pub(in crate::broker) fn hand_to_server(&mut self, cancel: &Cancel) -> Takeover {
         let (server, keeper) = small_pair();
         self.replace_server(keeper, 1, VERSION, false);
-        let same = server.try_clone().unwrap();
         let taken = take_over(server, Process::of(0), Link::Path(PathBuf::new()), cancel).unwrap();
         // The keeper's listener reads the hello before it serves a connection.
         let hello = receive(&self.server.as_ref().expect("the previous server is gone").socket).unwrap();
         assert!(matches!(hello, Arrival::Message(Message::Hello { resends: false, .. }, _)));
-        fill(&same);
         taken
     }
 
     /// Accepts a server that lost its keeper and sends everything again.
     pub(in crate::broker) fn accept_server(&mut self, store: &mut Store) -> io::Result<()> {
         let (server, keeper) = small_pair();
-        let same = server.try_clone()?;
         store.start_over(server)?;
         match receive(&keeper)? {
             Arrival::Message(Message::Hello { version, resends }, _) => {
@@ -66,8 +58,13 @@ impl KeeperProcess {
             }
             other => panic!("{other:?}"),
         }
-        fill(&same);
+        Self::clog(store);
         Ok(())
+    }
+
+    /// Fills the server's end with messages that the keeper ignores, so that the next messages wait until the keeper reads.
+    pub(in crate::broker) fn clog(store: &Store) {
+        while store.connection().is_some_and(|server| send(server, &Message::Received(0), &[]).is_ok()) {}
     }
 
     /// Reads one message, if there is one.

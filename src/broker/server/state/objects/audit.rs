@@ -1,6 +1,6 @@
 //! A copy of the objects for the simulation, and the checks that their tables agree.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fs::File};
 
 use super::{Objects, segments_of};
 use crate::{
@@ -160,6 +160,13 @@ impl Objects {
     /// Descriptors reserved for unpublished puts.
     pub(in crate::broker::server) fn reserved(&self) -> usize {
         self.users.reserved()
+    }
+
+    /// The log's memfd, and its length.
+    pub(in crate::broker::server) fn log(&self) -> (File, u64) {
+        let file = File::from(self.journal.log().as_fd().try_clone_to_owned().unwrap());
+        let length = file.metadata().unwrap().len();
+        (file, length)
     }
 
     /// Starts to rewrite the log, however short it is.
