@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     client::memory_of,
-    oracle::Memory,
-    server::{QUOTA, Server},
+    oracle::{Memory, usage},
+    server::{LIMITS, Server},
     step::{Request, Step},
     world::{CLIENTS, Pipe, World},
 };
@@ -130,20 +130,12 @@ impl World {
 
     fn check_quotas(&self, audit: &Audit) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
-        let mut usage = BTreeMap::<u32, [u64; 3]>::new();
-        for version in audit.versions.values() {
-            usage.entry(version.owner).or_default()[0] += u64::from(version.kept);
-            usage.entry(version.payer).or_default()[2] += version.bytes;
-        }
-        audit.leases.values().for_each(|lease| usage.entry(lease.uid).or_default()[1] += 1);
-        for draft in server.state.drafts.values() {
-            let parts = draft.puts.iter().map(|(_, parts)| drafts::bytes_of(parts));
-            usage.entry(draft.uid).or_default()[2] += parts.sum::<u64>();
-        }
-        let limits = [QUOTA.objects, QUOTA.leases, QUOTA.bytes];
-        for (uid, used) in usage {
-            let within = used.iter().zip(limits).all(|(used, limit)| limit.is_none_or(|limit| *used <= limit));
-            require(within, || format!("uid {uid} has {used:?} objects, leases and bytes, which exceeds its quota"))?;
+        let bytes = |parts: &(_, Vec<_>)| drafts::bytes_of(&parts.1);
+        let drafts = server.state.drafts.values().map(|draft| (draft.uid, draft.puts.iter().map(bytes).sum()));
+        for (uid, used) in usage(audit.versions.values(), audit.leases.values(), drafts) {
+            require(used.iter().zip(LIMITS).all(|(used, limit)| *used <= limit), || {
+                format!("uid {uid} has {used:?} objects, leases and bytes, which exceeds its quota")
+            })?;
         }
         Ok(())
     }

@@ -81,6 +81,8 @@ pub(super) struct Client {
     pub(super) is_ready: bool,
     pub(super) instance: String,
     pub(super) pending: Option<Pending>,
+    /// The last answered request.
+    pub(super) last: Option<Pending>,
     pub(super) leases: Vec<Token>,
     pub(super) claim: Option<Token>,
     /// The last put of each name that may end with its maker.

@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     client::{Client, NAMES, Pending, part_of},
+    server::LIMITS,
     step::{Kind, Request},
 };
 use crate::{
@@ -163,14 +164,34 @@ impl Oracle {
 impl Oracle {
     /// Checks an answer when the server sends it.
     pub(super) fn answered(&mut self, state: &State, client: &Client, message: &Message, now: Instant) {
+        if let Message::Resumed(resumed) = message {
+            let is_sending = |token: &Token| {
+                let holder = state.objects.holder(*token).and_then(|holder| state.clients.get(&holder));
+                holder.is_some_and(|holder| holder.is_sending(*token))
+            };
+            let is_own = |token: &&Token| state.objects.user_of_lease(**token) == Some(client.uid);
+            if resumed.lost.iter().filter(is_own).any(|token| !is_sending(token)) {
+                self.fail(format!("client {} can't resume a lease that is counted", client.number));
+            }
+        }
         let Some(pending) = client.pending.as_ref().filter(|_| client.is_ready) else { return };
         if let Message::Refused(refusal) = message
             && !is_true(state, client, pending, refusal.code, now)
+            && !(refusal.code == RefusalCode::Quota && self.is_near_quota(state))
         {
             let (code, why) = (refusal.code, &refusal.message);
             self.fail(format!("client {} is refused {:?} ({code}): {why}", client.number, pending.request));
         }
         self.answers.push((pending.clone(), message.clone()));
+    }
+
+    /// Whether a user may have too little room for a request.
+    fn is_near_quota(&self, state: &State) -> bool {
+        const LARGEST_PUT: u64 = 4 << 20;
+        let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
+        let usage = usage(self.versions.values().map(|known| &known.version), self.leases.values(), drafts);
+        let [objects, leases, bytes] = LIMITS;
+        usage.values().any(|used| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT > bytes)
     }
 
     /// Puts and deletes are executed before they are answered.
@@ -257,19 +278,35 @@ impl Oracle {
             (Message::Refused(_), _) => {}
             (Message::Events(events), Request::Watch) => {
                 let seen = events.events.iter().map(|event| event.seq).collect::<Vec<_>>();
-                if let Some(after) = client.seen.filter(|_| !events.lost)
-                    && seen != (after + 1..=events.next).collect::<Vec<_>>()
-                {
-                    return Err(format!("the events {seen:?} of {} to {}", after + 1, events.next));
+                // The first record of a watch starts at its request.
+                let first = client.seen.map_or(events.next + 1 - seen.len() as u64, |seen| seen + 1);
+                if events.lost || seen != (first..=events.next).collect::<Vec<_>>() {
+                    return Err(format!("the events {seen:?} of {first} to {}", events.next));
                 }
                 client.seen = Some(events.next);
                 return Ok(());
             }
             (message, request) => return Err(format!("{} for {request:?}", message.name())),
         }
-        client.pending = None;
+        client.last = client.pending.take();
         Ok(())
     }
+}
+
+/// The objects, leases and bytes of each user. `drafts` are bytes of unpublished versions.
+pub(super) fn usage<'a>(
+    versions: impl Iterator<Item = &'a AuditedVersion>,
+    leases: impl Iterator<Item = &'a AuditedLease>,
+    drafts: impl Iterator<Item = (u32, u64)>,
+) -> BTreeMap<u32, [u64; 3]> {
+    let mut usage = BTreeMap::<u32, [u64; 3]>::new();
+    for version in versions {
+        usage.entry(version.owner).or_default()[0] += u64::from(version.kept);
+        usage.entry(version.payer).or_default()[2] += version.bytes;
+    }
+    leases.for_each(|lease| usage.entry(lease.uid).or_default()[1] += 1);
+    drafts.for_each(|(uid, bytes)| usage.entry(uid).or_default()[2] += bytes);
+    usage
 }
 
 /// Whether a refusal states a fact.
@@ -288,7 +325,6 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
         RefusalCode::Exists => exists || drafts.next().is_some(),
         RefusalCode::Timeout => now >= pending.due,
         RefusalCode::Stopped => pending.is_stopped,
-        RefusalCode::Quota => true,
         RefusalCode::Denied => {
             let owner = state.objects.owner_of(name);
             owner.is_some_and(|uid| uid != client.uid) || drafts.any(|uid| uid != client.uid)

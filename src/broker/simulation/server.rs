@@ -37,9 +37,8 @@ use crate::{
     wire::broker::{Message, Quota},
 };
 
-/// Small enough to be reached. A version of one segment has 2 MiB.
-pub(super) const QUOTA: Quota =
-    Quota { bytes: Some(14 << 20), device_bytes: None, objects: Some(4), leases: Some(5), connections: None };
+/// The quota of each user: objects, leases and bytes. Small enough to be reached: a version of one segment has 2 MiB.
+pub(super) const LIMITS: [u64; 3] = [4, 5, 14 << 20];
 
 /// A time limit of the server, in the order of its use: a hello, and the rest of a put.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -394,7 +393,9 @@ impl World {
         if self.flaw == Some(Flaw::OldLog) {
             log::hide_newest(&mut inherited.catalogues);
         }
-        let rules = Rules::new(QUOTA, Quota::unlimited());
+        let [objects, leases, bytes] = LIMITS.map(Some);
+        let quota = Quota { objects, leases, bytes, ..Quota::default() };
+        let rules = Rules::new(quota, Quota::unlimited());
         let restored = Objects::restore(self.now, rules, taken.store, inherited.catalogues, inherited.segments);
         let mut objects = restored.unwrap();
         objects.store_mut().complete();

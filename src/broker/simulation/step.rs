@@ -7,6 +7,8 @@ use super::world::CLIENTS;
 pub(super) enum Step {
     /// A client without an unanswered request makes one.
     Ask(usize, Request),
+    /// A client repeats its last request, as if it had not received the answer.
+    Repeat(usize),
     /// The server reads the next record of a connection, counted among those with unread records.
     Deliver(usize),
     /// A client reads its next record.
@@ -117,7 +119,8 @@ impl Random {
     fn step(&mut self) -> Step {
         let client = self.below(CLIENTS);
         match self.below(100) {
-            0..32 => Step::Ask(client, self.request()),
+            0..30 => Step::Ask(client, self.request()),
+            30..32 => Step::Repeat(client),
             32..40 => Step::Deliver(self.below(CLIENTS)),
             40..45 => Step::Receive(client),
             45..61 => Step::Exchange(client),

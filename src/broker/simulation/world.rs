@@ -123,6 +123,7 @@ impl World {
     fn apply(&mut self, step: Step) {
         match step {
             Step::Ask(client, request) => self.ask(client, request, None),
+            Step::Repeat(client) => self.repeat(client),
             Step::Deliver(at) => {
                 let unread = self.pipes.iter().filter(|(_, pipe)| pipe.is_unread()).map(|(id, _)| *id);
                 let unread = unread.collect::<Vec<_>>();
@@ -269,6 +270,18 @@ impl World {
         self.oracle.asked(&self.clients[client], &pending);
         self.clients[client].pending = Some(pending);
         if self.clients[client].is_ready {
+            self.send_request(client);
+        }
+    }
+
+    fn repeat(&mut self, client: usize) {
+        let it = &mut self.clients[client];
+        let last = it.last.take_if(|last| it.pending.is_none() && last.steals.is_none());
+        let Some(last) = last else { return };
+        let is_ready = it.is_ready;
+        // A wait starts again.
+        it.pending = Some(Pending { due: last.due.max(self.now.at), ..last });
+        if is_ready {
             self.send_request(client);
         }
     }

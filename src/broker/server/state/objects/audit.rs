@@ -152,6 +152,10 @@ impl Objects {
         self.names.get(name).map(|name| name.owner.uid)
     }
 
+    pub(in crate::broker::server) fn user_of_lease(&self, token: Token) -> Option<u32> {
+        self.leases.get(&token).map(|held| held.record.uid)
+    }
+
     /// The names of all held segments in the keeper.
     pub(in crate::broker::server) fn segment_names(&self) -> impl Iterator<Item = String> {
         self.segments.ids().map(SegmentId::name)
