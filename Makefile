@@ -14,6 +14,8 @@ DESTDIR ?=
 ENGINES ?=
 # Kills of each kind in test-nodes.
 KILLS ?= 200
+# Seconds of test-simulation.
+SECONDS ?= 60
 # Options of vmmfd bench.
 BENCH  ?=
 # The bundle's target; another machine than this gets a separate folder.
@@ -39,11 +41,11 @@ endif
 endif
 
 .PHONY: help build demo smoke bench test test-all test-python test-capi test-gpu check install capi wheel deb bundle \
-    test-nodes test-engines engines-pack test-deb test-systemd check-ptx clean \
+    test-simulation test-nodes test-engines engines-pack test-deb test-systemd check-ptx clean \
     build-all test-suite test-c test-rights test-protocol test-demos
 
 help:
-	@awk -F ':.*## ' '/^##@ / { printf "%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ / { printf "%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##@ Try
 
@@ -137,6 +139,9 @@ bundle: ## programs and tests for a GPU node, glibc 2.28 or newer: dist/
 	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
 
 ##@ Maintainers
+
+test-simulation: ## random schedules of kills and delays for the broker, SECONDS=3600
+	SECONDS=$(SECONDS) $(CARGO) test --locked --release -p vmmfd --lib simulation_finds_no -- --nocapture
 
 test-nodes: build-all ## kill Ray's actors, agents and brokers, KILLS=200 of each
 	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py -o faulthandler_timeout=$$((900 + 50 * $(KILLS)))
