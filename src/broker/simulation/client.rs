@@ -129,7 +129,7 @@ impl Client {
             }
             Request::Watch => {
                 let (after, instance) = (self.seen, self.seen.map(|_| self.instance.clone()));
-                Message::Watch(WatchHeader { prefix: String::new(), after, instance })
+                Message::Watch(WatchHeader { prefix: String::new(), after, instance, recalls: false })
             }
             Request::List => Message::List(List { prefix: String::new(), after: None }),
         };
