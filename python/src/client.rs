@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit, prelude::*, types::PyList};
 use serde::Serialize;
 use vmmfd::{
     bindings::lock,
-    broker::{self, ClaimOf, Condition, Found, Get, Lifetime, Put},
+    broker::{self, ClaimOf, Condition, Found, Get, Lifetime, Put, RecallOf},
     channel::{BrokerPath, Trust},
     memory::Rdma,
     session::Config,
@@ -319,6 +319,25 @@ impl Client {
     /// Returns the leases and the users' totals as a dict.
     fn who<'py>(&self, py: Python<'py>, prefix: Text) -> Outcome<Bound<'py, PyAny>> {
         self.report(py, |client| client.who(&prefix))
+    }
+
+    /// Asks the holders of versions to release them, and waits up to `wait` seconds. Returns the result as a dict.
+    #[pyo3(signature = (name, version, earlier, wait))]
+    fn recall<'py>(
+        &self,
+        py: Python<'py>,
+        name: Text,
+        version: Option<u64>,
+        earlier: bool,
+        wait: &Bound<'py, PyAny>,
+    ) -> Outcome<Bound<'py, PyAny>> {
+        let wait = required(wait, "wait")?;
+        let of = match (version, earlier) {
+            (Some(version), _) => RecallOf::Version(version),
+            (None, true) => RecallOf::Earlier,
+            (None, false) => RecallOf::Current,
+        };
+        self.report(py, |client| client.recall(&name, of, wait))
     }
 
     /// Deletes a name.

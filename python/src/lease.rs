@@ -26,6 +26,7 @@ use crate::{
     lazy::Lazy,
     leased_memory::{Leased, LeasedPiece, attributes_of, place},
     memory::{Memory, Origin, PickledAddress},
+    signals,
     text::Text,
 };
 
@@ -122,6 +123,26 @@ impl Lease {
     #[getter]
     fn is_held(&self, py: Python<'_>) -> bool {
         self.with(py, Object::is_held).unwrap_or(false)
+    }
+
+    /// Whether the owner has recalled the version. The first call opens a connection.
+    #[getter]
+    fn recalled(&self, py: Python<'_>) -> Outcome<bool> {
+        let leased = self.leased()?;
+        signals::run(py, &[], || Ok(leased.read_detached(Object::is_recalled)?))
+    }
+
+    /// Calls `call` once when the owner recalls the version, on a connection's own thread. Not during interpreter shutdown.
+    fn on_recall(&self, py: Python<'_>, call: Py<PyAny>) -> Outcome<()> {
+        let leased = self.leased()?;
+        let called = move || {
+            Python::try_attach(|py| {
+                if let Err(error) = call.call0(py) {
+                    error.write_unraisable(py, Some(call.bind(py)));
+                }
+            });
+        };
+        signals::run(py, &[], || Ok(leased.read_detached(|object| object.on_recall(called))?))
     }
 
     #[getter]

@@ -122,6 +122,11 @@ impl Leased {
         py.detach(|| look(&self.object().0))
     }
 
+    /// As [`Leased::read`], where the GIL is released already.
+    pub(crate) fn read_detached<T>(&self, look: impl FnOnce(&Object) -> T) -> T {
+        look(&self.object().0)
+    }
+
     pub(crate) fn name(&self, py: Python<'_>) -> String {
         self.read(py, |object| object.name().to_owned())
     }

@@ -11,7 +11,7 @@ from ._errors import Invalid, NoArray
 from ._gets import Gets
 from ._lease import Claim, Lease
 from ._watch import Watch
-from .records import Holders, Lost, Published, Restored, Stat, Summary
+from .records import Holders, Lost, Published, Recall, Restored, Stat, Summary
 
 
 def connect(
@@ -282,6 +282,19 @@ class Broker(Gets):
         if instance == now and int(seq) > last:
             raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give a Watch.place of this broker")
         return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), wait)
+
+    def recall(self, name: str, *, version: int | None = None, earlier: bool = False, wait: t.Time = 5) -> Recall:
+        """Asks the processes that hold a version to release it, and waits up to `wait` seconds (or a `timedelta`) until all have. Returns
+        which did. No process can be forced: end those that have not acknowledged.
+
+        By default the current version, and of a deleted name all versions that are still held; `version` selects one, `earlier=True` all
+        but the current one. In the holders, the calls of `Lease.on_recall` run. A lease that was parked with `keep_lease` counts until it
+        is closed.
+
+        Raises `NotFound` if there is no such object or version, `PermissionDenied` if this user may not delete the name.
+        """
+        given = _arguments.whole(version, "version")
+        return Recall._of(self._native.recall(name, given, _arguments.flag(earlier, "earlier"), wait))
 
     def delete(self, name: str) -> None:
         """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Raises `NotFound` if

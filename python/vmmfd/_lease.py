@@ -5,6 +5,7 @@ Functions import `vmmfd.torch` when they need it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from . import _arguments, _native, records
@@ -27,11 +28,13 @@ class Lease(Closing, Mapping[str, Array]):
     that was not closed also counts until the forks of its process use this package or exit.
     """
 
-    __slots__ = ("__weakref__", "_client", "_native")
+    __slots__ = ("__weakref__", "_calls", "_client", "_native")
 
     def __init__(self, client: _native.Client, lease: _native.Lease) -> None:
         self._client = client
         self._native = lease
+        # The calls of `on_recall`, each with a key.
+        self._calls: dict[object, Callable[[Lease], object]] = {}
 
     def __getitem__(self, name: str, /) -> Array:
         """Returns an array, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is no such
@@ -151,6 +154,54 @@ class Lease(Closing, Mapping[str, Array]):
         return self._native.is_held
 
     @property
+    def recalled(self) -> bool:
+        """Whether the owner of the object has asked its readers for this version's memory: close the lease, switch it to a newer version,
+        or park it without `keep_lease`. The first use for a lease opens a second connection to the broker, which receives only
+        recalls, and blocks meanwhile. Raises as any call of the broker."""
+        return self._native.recalled
+
+    def on_recall(self, call: Callable[[Lease], object]) -> Callable[[Lease], object]:
+        """Calls `call` with this lease when its version is recalled, once for each version, and soon if it is recalled already: see
+        `recalled`. Usable as a decorator.
+
+        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. It may close or park the lease
+        if nothing uses the memory. Exceptions that it raises go to `sys.unraisablehook`. Not called after `close`."""
+        _arguments.function(call, "call")
+        self._add_recall(object(), call)
+        return call
+
+    async def recalled_async(self) -> None:
+        """Returns when the version is recalled, for asyncio: see `recalled`. Raises as `recalled`, and `RuntimeError` without a running
+        event loop."""
+        from asyncio import Event, get_running_loop
+
+        from ._async import in_thread
+
+        loop, event, key = get_running_loop(), Event(), object()
+        try:
+            await in_thread(lambda: self._add_recall(key, lambda _: loop.call_soon_threadsafe(event.set)))
+            await event.wait()
+        finally:
+            self._calls.pop(key, None)
+
+    def _add_recall(self, key: object, call: Callable[[Lease], object]) -> None:
+        self._calls[key] = call
+        # The extension holds no reference to this lease, which could otherwise not be collected.
+        of, id = weakref.ref(self), self.id
+
+        def recalled() -> None:
+            lease = of()
+            call = lease and not lease.is_closed and lease.id == id and lease._calls.get(key)
+            if lease and call:
+                call(lease)
+
+        self._native.on_recall(recalled)
+
+    def _version_changed(self) -> None:
+        for key, call in list(self._calls.items()):
+            self._add_recall(key, call)
+
+    @property
     def is_parked(self) -> bool:
         """Whether its addresses have no memory mapped."""
         return self._native.is_parked
@@ -206,7 +257,9 @@ class Lease(Closing, Mapping[str, Array]):
         """
         if not isinstance(prepared, Prepared):
             raise TypeError(f"prepared has type {type(prepared).__name__}: give the result of prepare()")
-        return Prepared(self._native.switch(prepared._native, _arguments.flag(exports_unused, "exports_unused")))
+        previous = Prepared(self._native.switch(prepared._native, _arguments.flag(exports_unused, "exports_unused")))
+        self._version_changed()
+        return previous
 
     def park(self, *, keep_lease: bool = False, exports_unused: bool = False) -> None:
         """Unmaps the memory and keeps the addresses reserved for `unpark`. Until then its arrays cannot be read, and nothing may use their
@@ -237,6 +290,7 @@ class Lease(Closing, Mapping[str, Array]):
             options["version"] = None
         given = _arguments.options(options, "newer_than", "parts", "arrays", "device", "copy_on_write")
         self._client.unpark(self._native, name, given)
+        self._version_changed()
 
     def state_dict(
         self,

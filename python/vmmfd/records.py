@@ -18,6 +18,8 @@ __all__ = [
     "Owner",
     "PartInfo",
     "Published",
+    "Recall",
+    "RecallHolder",
     "Report",
     "Restored",
     "Served",
@@ -218,7 +220,7 @@ class Stat(Record):
 
 class HeldLease(Record):
     """A lease that a process holds: its `number`, the object's `name`, `version` and `id`, whether the version can still be got by name
-    (`named`), the `holder`, `since` when, and the bytes of memory handed out (`size`)."""
+    (`named`), the `holder`, `since` when, the bytes of memory handed out (`size`), and whether the version was `recalled`."""
 
     number: int
     name: str
@@ -228,6 +230,7 @@ class HeldLease(Record):
     holder: Maker
     since: t.datetime
     size: int
+    recalled: bool
 
     _kinds: t.ClassVar[dict[str, type[Record]]] = {"holder": Maker}
 
@@ -274,12 +277,40 @@ class Holders(Record):
     _kinds: t.ClassVar[dict[str, type[Record]]] = {"leases": HeldLease, "totals": UserTotal, "claims": HeldClaim}
 
 
+class RecallHolder(Record):
+    """A `lease` of a recalled version, and whether it is gone (`acknowledged`): released, or its process exited or disconnected. The end
+    of the wait is no acknowledgement."""
+
+    lease: HeldLease
+    acknowledged: bool
+
+    @classmethod
+    def _of(cls, fields: dict[str, t.Any]) -> t.Self:
+        return cls(HeldLease._of(fields), fields["acknowledged"])
+
+
+class Recall(Record):
+    """The result of `Broker.recall`: the `holders` at the time of the request and since then, whether the broker holds none of the versions
+    any more (`free`), and whether a name keeps one of them without a lease (`kept`)."""
+
+    holders: tuple[RecallHolder, ...]
+    free: bool
+    kept: bool
+
+    _kinds: t.ClassVar[dict[str, type[Record]]] = {"holders": RecallHolder}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all holders have acknowledged."""
+        return all(holder.acknowledged for holder in self.holders)
+
+
 class Event(Record):
-    """An event of a name. `kind` is `published`, `replaced`, `deleted`, `reported`, `leased`, `ended`, or `lost` if events were missed
-    (compare with `Broker.list`; all other fields are None). The fields: the object's `name`, `version` and `id`, the event's sequence
+    """An event of a name. `kind` is `published`, `replaced`, `deleted`, `reported`, `leased`, `ended`, `recalled`, or `lost` if events were
+    missed (compare with `Broker.list`; all other fields are None). The fields: the object's `name`, `version` and `id`, the event's sequence
     number `seq`, its time (`at`), the process that caused it (`pid`, `uid`), and a `message` or None."""
 
-    kind: t.Literal["published", "replaced", "deleted", "reported", "leased", "ended", "lost"]
+    kind: t.Literal["published", "replaced", "deleted", "reported", "leased", "ended", "recalled", "lost"]
     name: str | None
     version: int | None
     id: str | None
