@@ -219,6 +219,7 @@ impl World {
                 self.deliver(id);
             }
             self.step(Step::Tick(11_000))?;
+            self.rest();
         }
         let Some(server) = &mut self.server else { return Ok(()) };
         let audit = server.audit()?;
@@ -231,7 +232,7 @@ impl World {
         for name in audit.makers.keys() {
             server.state.objects.remove(name, "the end").map_err(|error| error.message)?;
         }
-        self.turn();
+        self.rest();
         let Some(server) = &mut self.server else { return Ok(()) };
         let left = server.state.objects.segment_names().collect::<Vec<_>>();
         require(left.is_empty(), || format!("the segments {left:?} are left without versions"))?;

@@ -242,6 +242,17 @@ impl World {
         });
     }
 
+    /// Turns until no work is left.
+    pub(super) fn rest(&mut self) {
+        let has_work = |world: &Self| world.server.as_ref().is_some_and(|server| server.state.has_work());
+        for _ in 0..100 {
+            self.turn();
+            if !has_work(self) {
+                return;
+            }
+        }
+    }
+
     pub(super) fn tick(&mut self, ms: u64) {
         self.now = Time { at: self.now.at + Duration::from_millis(ms), ms: self.now.ms + ms };
         self.turn();
