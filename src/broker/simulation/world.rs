@@ -158,7 +158,7 @@ impl World {
             }
             Step::Upgrade => self.upgrade(),
             Step::StartServer => self.start_server(),
-            Step::KillKeeper => self.keeper = None,
+            Step::KillKeeper => drop(self.keeper.take().map(KeeperProcess::kill)),
             Step::StartKeeper => self.start_keeper(),
             Step::Tick(ms) => self.tick(ms),
             Step::SetClock(ms) => self.now.ms = self.now.ms.saturating_add_signed(ms),

@@ -37,6 +37,13 @@ impl KeeperProcess {
         Self { image, held, server: None, newcomers: None, service: None, reload: None, notifies: false }
     }
 
+    /// Ends it. A fork of another test may hold a copy of its socket, and the server would see no end.
+    pub(in crate::broker) fn kill(self) {
+        if let Some(server) = &self.server {
+            let _ = rustix::net::shutdown(&server.socket, rustix::net::Shutdown::Both);
+        }
+    }
+
     /// Hands everything to a new server.
     pub(in crate::broker) fn hand_to_server(&mut self, cancel: &Cancel) -> Takeover {
         let (server, keeper) = small_pair();
