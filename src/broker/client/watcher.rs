@@ -131,7 +131,8 @@ impl Watcher {
                 };
                 // A request may have reconnected in the meantime.
                 if !connection.needs_reconnect() {
-                    next = Next::HangUp { pending_releases: connection.try_flush_releases(), retry: true };
+                    // Not `serve` during the turn, as it makes a request.
+                    next = Next::Pause(PAUSES[0]);
                     continue;
                 }
                 if connection.is_hung_up() {

@@ -36,10 +36,10 @@ const WAIT: Duration = Duration::from_secs(3600);
 
 /// Follows the events of a broker's objects, one line per event
 ///
-/// The events are published, replaced, deleted, reported (a reader found a false claim), leased, and ended (a lease), of names that this
-/// user may read. A line with lost marks a gap: the events before the next line are unknown. The command reconnects after a restart of the
-/// broker. It runs until SIGTERM or SIGINT, or until its output is closed. With --json, each line is an object: first the place of the start,
-/// then each event.
+/// The events are published, replaced, deleted, reported (a reader found a false claim), leased and ended (a lease), and recalled (the owner
+/// asked for a version), of names that this user may read. A line with lost marks a gap: the events before the next line are unknown. The
+/// command reconnects after a restart of the broker. It runs until SIGTERM or SIGINT, or until its output is closed. With --json, each line
+/// is an object: first the place of the start, then each event.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("stopped by a signal, or its output was closed"; 2 4 5))]
 pub(in super::super) struct WatchOptions {
