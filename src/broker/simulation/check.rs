@@ -169,9 +169,17 @@ impl Pipe {
 
 // The end of a schedule.
 impl World {
-    /// Lets everything finish: all requests are answered, and when all clients and names are gone, nothing is left.
+    /// Lets everything finish: all requests are answered, also by another server that has read a rewritten log. When all clients and names
+    /// are gone, nothing is left.
     pub(super) fn finish(&mut self) -> Result<(), String> {
         self.unblock_all();
+        self.settle()?;
+        self.check_keeper()?;
+        self.step(Step::Compact)?;
+        self.rest();
+        self.step(Step::KillServer)?;
+        self.settle()?;
+        (0..CLIENTS).try_for_each(|client| self.step(Step::Repeat(client)))?;
         self.settle()?;
         for wait in [4000, 40_000] {
             self.step(Step::Tick(wait))?;

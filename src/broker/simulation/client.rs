@@ -1,4 +1,4 @@
-//! Scripted clients: what a client of the broker remembers, and the messages that it sends.
+//! Scripted clients: their memory, and the messages that they send.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::LazyLock};
 

@@ -1,4 +1,4 @@
-//! The defects that the simulation must find. The broker's code stays as it is: they change what its surroundings do.
+//! The defects that the simulation must find. They are in the surroundings of the broker's code, which stays unchanged.
 
 /// Defines the flaws and their list.
 macro_rules! flaws {
@@ -36,7 +36,7 @@ flaws! {
     ExpiriesLost,
     /// The worker's results are lost.
     WorkLost,
-    /// All connections count as those of one user.
+    /// All connections seem to belong to one user.
     UsersConfused,
     /// The event loop does not notice that the keeper's socket has room again.
     KeeperWakeUpsLost,
@@ -44,11 +44,11 @@ flaws! {
     WatchWakeUpsLost,
     /// A new keeper gets the catalogue only.
     SegmentsNotResent,
-    /// A new keeper is not told that it has everything.
+    /// A new keeper does not get the message that its set is complete.
     CompleteNotSent,
     /// Puts that wait while the keeper is replaced are published before the new keeper has them.
     MarksNotMoved,
-    /// The keeper drops what a killed server has sent, but it has not read.
+    /// The keeper drops the unread messages of a killed server.
     UnreadDropped,
     /// The keeper does not remove descriptors.
     RemovalsIgnored,
@@ -62,7 +62,7 @@ flaws! {
     LastRecordRepeated,
     /// A bit of the log's last record changes.
     LastRecordDamaged,
-    /// A new server gets the older one of two logs.
+    /// A new server does not get the newer of two logs.
     OldLog,
     /// A new server ends all leases at once.
     NoGrace,

@@ -8,7 +8,7 @@ use std::{
 use super::flaws::Flaw;
 use crate::broker::{catalogue::Catalogue, keeper::KeeperProcess};
 
-/// The lengths of a log's header, and of the prefix of a record.
+/// Lengths in a log, in bytes: its header, and a record's prefix.
 const HEADER: u64 = 24;
 const PREFIX: u64 = 8;
 
@@ -39,7 +39,7 @@ fn records(file: &File, mut at: u64) -> Vec<(u64, u64)> {
     records
 }
 
-/// Removes the last records after a position, at most so many.
+/// Removes the last records, at most `count`, and only after a position.
 pub(super) fn cut(file: &File, position: u64, count: u8) {
     if let Some((start, _)) = records(file, position).iter().rev().take(count.into()).next_back() {
         file.set_len(*start).unwrap();

@@ -43,7 +43,7 @@ use self::{
 const LENGTH: usize = 50;
 
 /// Schedules per test run, and at most for a flaw.
-const SCHEDULES: u64 = 1000;
+const SCHEDULES: u64 = 500;
 const SCHEDULES_PER_FLAW: u64 = 3000;
 
 thread_local! {

@@ -1,4 +1,4 @@
-//! What the broker has promised so far, and the checks of each state against it.
+//! The promises of the broker so far, and the checks of each state against them.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -73,6 +73,8 @@ pub(super) struct Oracle {
     history: HashMap<String, (String, u64, Memory)>,
     versions: BTreeMap<u64, Known>,
     leases: BTreeMap<Token, AuditedLease>,
+    /// The maker's connection of each name.
+    makers: BTreeMap<String, Option<ConnectionId>>,
     closed: BTreeSet<ConnectionId>,
     last_event: u64,
     /// How many versions were lost because server and keeper both died.
@@ -80,11 +82,12 @@ pub(super) struct Oracle {
     /// The numbers of versions that were published and replaced before the next check, by name and id.
     replaced: HashMap<(String, String), u64>,
     keeper_of_dead: Option<u64>,
+    /// Whether this server no longer waits for clients of the previous server.
+    grace_is_over: bool,
     // Causes and answers of this step.
     deleting: Vec<Token>,
     released: Vec<Token>,
     expired: Vec<String>,
-    grace_is_over: bool,
     restart: Option<Restart>,
     answers: Vec<(Pending, Message)>,
 }
@@ -156,6 +159,7 @@ impl Oracle {
 
     pub(super) fn server_started(&mut self, keeper: u64, whole: bool, torn: bool) {
         let same_keeper = self.keeper_of_dead == Some(keeper);
+        self.grace_is_over = false;
         self.restart = Some(Restart { keeper, same_keeper, whole, torn });
     }
 }
@@ -177,21 +181,11 @@ impl Oracle {
         let Some(pending) = client.pending.as_ref().filter(|_| client.is_ready) else { return };
         if let Message::Refused(refusal) = message
             && !is_true(state, client, pending, refusal.code, now)
-            && !(refusal.code == RefusalCode::Quota && self.is_near_quota(state))
         {
             let (code, why) = (refusal.code, &refusal.message);
             self.fail(format!("client {} is refused {:?} ({code}): {why}", client.number, pending.request));
         }
         self.answers.push((pending.clone(), message.clone()));
-    }
-
-    /// Whether a user may have too little room for a request.
-    fn is_near_quota(&self, state: &State) -> bool {
-        const LARGEST_PUT: u64 = 4 << 20;
-        let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
-        let usage = usage(self.versions.values().map(|known| &known.version), self.leases.values(), drafts);
-        let [objects, leases, bytes] = LIMITS;
-        usage.values().any(|used| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT > bytes)
     }
 
     /// Puts and deletes are executed before they are answered.
@@ -309,6 +303,16 @@ pub(super) fn usage<'a>(
     usage
 }
 
+/// Whether a user may have too little room for a request.
+fn is_near_quota(state: &State) -> bool {
+    const LARGEST_PUT: u64 = 4 << 20;
+    let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
+    let audit = state.objects.copy();
+    let [objects, leases, bytes] = LIMITS;
+    let is_near = |used: &[u64; 3]| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT > bytes;
+    usage(audit.versions.values(), audit.leases.values(), drafts).values().any(is_near)
+}
+
 /// Whether a refusal states a fact.
 fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode, now: Instant) -> bool {
     let (name, newer_than) = match pending.request {
@@ -329,6 +333,7 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
             let owner = state.objects.owner_of(name);
             owner.is_some_and(|uid| uid != client.uid) || drafts.any(|uid| uid != client.uid)
         }
+        RefusalCode::Quota => is_near_quota(state),
         _ => false,
     }
 }
@@ -351,46 +356,7 @@ impl Oracle {
         let published = published.filter(|of| matches!(of.kind, EventKind::Published | EventKind::Replaced));
         let published = published.collect::<Vec<_>>();
         self.last_event = journal.last_event();
-        let mut removed = Vec::new();
-        for (key, known) in &self.versions {
-            let Known { version, memory: had, .. } = known;
-            let now = audit.versions.get(key);
-            let what = || format!("version {} of `{}`", version.number, version.name);
-            if let Some(now) = now {
-                let same = (&now.name, now.number, &now.id, now.owner)
-                    == (&version.name, version.number, &version.id, version.owner);
-                if !same || memory.get(key) != Some(had) || now.named && !version.named {
-                    return Err(format!(
-                        "{} has changed: {version:?} {had:?}, now {now:?} {:?}",
-                        what(),
-                        memory.get(key)
-                    ));
-                }
-            }
-            if version.named && now.is_none_or(|now| !now.named) {
-                let lost = restart.is_some_and(|restart| !restart.whole && restart.keeper != known.keeper);
-                if !lost && !self.may_remove(version, audit) {
-                    return Err(format!("{} is gone", what()));
-                }
-                removed.push((*key, lost));
-            }
-        }
-        for (key, lost) in removed {
-            let Some(known) = self.versions.get(&key) else { continue };
-            let (name, id) = (known.version.name.clone(), known.version.id.clone());
-            if lost {
-                self.losses += 1;
-                self.puts
-                    .values_mut()
-                    .filter(|put| put.executed.as_ref() == Some(&id))
-                    .for_each(|put| put.executed = None);
-            }
-            let deletes = self.deleting.iter().filter_map(|token| Some((token, self.deletes.get(token)?)));
-            let delete = deletes.filter(|(_, delete)| delete.name == name).map(|(token, _)| *token).next();
-            if let Some(entry) = delete.and_then(|token| self.deletes.get_mut(&token)) {
-                entry.is_executed = true;
-            }
-        }
+        self.check_known(audit, memory, restart)?;
         let replaced = published.iter().filter(|of| audit.versions.values().all(|now| now.id != of.id));
         let replaced = replaced.map(|of| (of.name.clone(), of.version, of.id.clone())).collect::<Vec<_>>();
         for (key, now) in &audit.versions {
@@ -417,7 +383,41 @@ impl Oracle {
         self.replaced.extend(replaced.into_iter().map(|(name, number, id)| ((name, id), number)));
         self.check_lease_changes(audit, restart)?;
         self.check_answers()?;
-        (self.deleting, self.released, self.expired, self.grace_is_over) = Default::default();
+        (self.deleting, self.released, self.expired) = Default::default();
+        Ok(())
+    }
+
+    /// Checks the versions of the last state.
+    fn check_known(
+        &mut self,
+        audit: &Audit,
+        memory: &BTreeMap<u64, Memory>,
+        restart: Option<Restart>,
+    ) -> Result<(), String> {
+        let mut executed = Vec::new();
+        for (key, Known { version, memory: had, keeper }) in &self.versions {
+            let (now, has) = (audit.versions.get(key), memory.get(key));
+            let what = format!("version {} of `{}`", version.number, version.name);
+            let identity = |of: &AuditedVersion| (of.name.clone(), of.number, of.id.clone(), of.owner);
+            let same = |now| identity(now) == identity(version) && has == Some(had) && (version.named || !now.named);
+            if now.is_some_and(|now| !same(now)) {
+                return Err(format!("{what} has changed: {version:?} {had:?}, now {now:?} {has:?}"));
+            }
+            if !version.named || now.is_some_and(|now| now.named) {
+                continue;
+            }
+            if restart.is_some_and(|restart| !restart.whole && restart.keeper != *keeper) {
+                self.losses += 1;
+                let puts = self.puts.values_mut().filter(|put| put.executed.as_ref() == Some(&version.id));
+                puts.for_each(|put| put.executed = None);
+            } else if !self.may_remove(version, audit) {
+                return Err(format!("{what} is gone"));
+            }
+            executed.extend(self.deleting.iter().filter(|token| self.may_delete(**token, version)));
+        }
+        for token in executed {
+            self.deletes.get_mut(&token).expect("it was requested").is_executed = true;
+        }
         Ok(())
     }
 
@@ -425,6 +425,7 @@ impl Oracle {
         (self.losses, self.last_event) = (self.losses + self.versions.len(), 0);
         self.versions.clear();
         self.leases.clear();
+        self.makers.clear();
         self.puts.values_mut().for_each(|put| put.executed = None);
         self.deletes.values_mut().for_each(|delete| delete.is_executed = false);
     }
@@ -432,15 +433,31 @@ impl Oracle {
     /// Whether a version may have lost its name since the last state.
     fn may_remove(&self, version: &AuditedVersion, audit: &Audit) -> bool {
         let name = version.name.as_str();
-        let is_deleted = |token| {
-            let delete = self.deletes.get(token);
-            delete.is_some_and(|delete| delete.name == name && delete.uid == version.owner && !delete.is_executed)
-        };
         let newer = audit.versions.values().filter(|other| other.name == name && other.named);
         let newer = newer.filter(|other| other.number > version.number).collect::<Vec<_>>();
         let is_replaced = newer.first().is_some_and(|other| newer.len() > other.keep as usize);
-        let is_expired = version.lifetime != Lifetime::Deleted && self.expired.iter().any(|expired| expired == name);
-        is_replaced || is_expired || self.deleting.iter().any(is_deleted)
+        let may_expire = match version.lifetime {
+            Lifetime::Deleted => false,
+            Lifetime::Maker => self.has_lost_maker(name),
+            Lifetime::Leased => self.has_lost_maker(name) && version.leases == 0,
+            _ => version.leases == 0,
+        };
+        let is_expired = may_expire && self.expired.iter().any(|expired| expired == name);
+        is_replaced || is_expired || self.deleting.iter().any(|token| self.may_delete(*token, version))
+    }
+
+    /// Whether the connection of a name's maker has closed, or was not resumed in time.
+    fn has_lost_maker(&self, name: &str) -> bool {
+        match self.makers.get(name).copied().flatten() {
+            Some(ConnectionId::PREVIOUS_SERVER) => self.grace_is_over,
+            Some(maker) => self.closed.contains(&maker),
+            None => true,
+        }
+    }
+
+    fn may_delete(&self, token: Token, version: &AuditedVersion) -> bool {
+        let may = |delete: &RequestedDelete| delete.name == version.name && delete.uid == version.owner;
+        self.deletes.get(&token).is_some_and(|delete| may(delete) && !delete.is_executed)
     }
 
     fn check_new(
@@ -496,7 +513,7 @@ impl Oracle {
     /// A lease ends if its holder releases it, or does not resume it in time.
     fn check_lease_changes(&mut self, audit: &Audit, restart: Option<Restart>) -> Result<(), String> {
         for (token, before) in &self.leases {
-            // A lease whose cleanup begins has ended.
+            // A lease counts as ended once its cleanup begins.
             let now = audit.leases.get(token).filter(|now| before.is_closing || !now.is_closing);
             let ends = before.is_closing
                 || self.released.contains(token)
@@ -515,7 +532,12 @@ impl Oracle {
         if restart.is_some_and(|restart| !restart.torn) && audit.leases.len() > self.leases.len() {
             return Err("a lease appears at a start".to_owned());
         }
-        self.leases = audit.leases.clone();
+        for (name, maker) in &audit.makers {
+            if maker.is_none() && self.makers.contains_key(name) && !self.has_lost_maker(name) {
+                return Err(format!("`{name}` has no maker any more"));
+            }
+        }
+        (self.leases, self.makers) = (audit.leases.clone(), audit.makers.clone());
         Ok(())
     }
 }

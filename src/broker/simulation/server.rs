@@ -38,7 +38,7 @@ use crate::{
 };
 
 /// The quota of each user: objects, leases and bytes. Small enough to be reached: a version of one segment has 2 MiB.
-pub(super) const LIMITS: [u64; 3] = [4, 5, 14 << 20];
+pub(super) const LIMITS: [u64; 3] = [4, 5, 8 << 20];
 
 /// A time limit of the server, in the order of its use: a hello, and the rest of a put.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    /// The background work of a turn of the event loop.
+    /// The event loop's background work.
     pub(super) fn turn(&mut self) {
         let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
         let expiries = server.state.objects.take_expiries();
@@ -240,6 +240,7 @@ impl World {
                 watch::send_events(state, effects);
             }
         });
+        self.observe();
     }
 
     /// Turns until no work is left.
@@ -255,7 +256,6 @@ impl World {
 
     pub(super) fn tick(&mut self, ms: u64) {
         self.now = Time { at: self.now.at + Duration::from_millis(ms), ms: self.now.ms + ms };
-        self.turn();
         let now = self.now.at;
         let Some(server) = &mut self.server else { return };
         let due = server.deadlines.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect::<Vec<_>>();

@@ -39,7 +39,7 @@ pub(super) enum Step {
     /// Both.
     Sync,
     KillServer,
-    /// The server is killed after so many more effects.
+    /// The server is killed after this number of effects.
     KillServerAfter(u8),
     /// The server is killed in its next call, before it writes the last records of that call.
     KillInCall(u8),
@@ -52,7 +52,7 @@ pub(super) enum Step {
     StartKeeper,
     /// Time passes, in milliseconds.
     Tick(u64),
-    /// The clock of the system is set, by so many milliseconds.
+    /// Someone sets the system's clock forward or back, by this number of milliseconds.
     SetClock(i64),
     /// The log is rewritten.
     Compact,
@@ -82,7 +82,7 @@ pub(super) enum Kind {
     Maker,
     Leased,
     Idle,
-    /// One of two parts of a version: even clients put `x`, odd ones `y`.
+    /// Part of a version with two parts: even clients put `x`, odd clients `y`.
     Part,
     /// Two segments, of which the second follows after the server has room for it.
     Long,
@@ -111,7 +111,7 @@ impl Random {
         values[self.below(values.len())]
     }
 
-    /// A schedule of so many steps.
+    /// A schedule of `length` steps.
     pub(super) fn schedule(&mut self, length: usize) -> Vec<Step> {
         (0..length).map(|_| self.step()).collect()
     }

@@ -228,7 +228,7 @@ impl World {
     }
 
     /// Checks the state within a step. The step reports the violation.
-    fn observe(&mut self) {
+    pub(super) fn observe(&mut self) {
         if let Err(why) = self.check() {
             self.oracle.fail(why);
         }

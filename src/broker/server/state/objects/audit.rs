@@ -21,7 +21,7 @@ pub(in crate::broker::server) struct AuditedVersion {
     pub(in crate::broker::server) payer: u32,
     pub(in crate::broker::server) bytes: u64,
     pub(in crate::broker::server) named: bool,
-    /// Whether it is the current version, or one of the earlier versions that its name keeps.
+    /// Whether its name keeps it, as the current version or an earlier one.
     pub(in crate::broker::server) kept: bool,
     /// How many earlier versions its name keeps.
     pub(in crate::broker::server) keep: u32,
@@ -51,17 +51,23 @@ pub(in crate::broker::server) struct Audit {
 }
 
 impl Objects {
-    /// Copies the objects and checks their tables. `unpublished` are the segments of puts that wait for the keeper.
+    /// Checks the tables, and copies the objects. `unpublished` are the segments of puts that wait for the keeper.
     pub(in crate::broker::server) fn audit(&self, unpublished: &[SegmentId]) -> Result<Audit, String> {
+        let audit = self.copy();
+        self.check_leases(&audit)?;
+        self.check_segments(unpublished)?;
+        self.check_users(&audit)?;
+        Ok(audit)
+    }
+
+    /// Copies the objects.
+    pub(in crate::broker::server) fn copy(&self) -> Audit {
         let mut audit = Audit::default();
         let part = |part: &record::Part| (part.name.clone(), part.segments.iter().map(|(id, _)| *id).collect());
         for (key, version) in &self.versions {
             let record = &version.record;
             let name = self.names.get(record.name.as_str());
             let name = name.filter(|name| name.versions.get(&record.version) == Some(key));
-            if name.is_some() != version.named {
-                return Err(format!("version {} of `{}` does not agree with its name", record.version, record.name));
-            }
             let audited = AuditedVersion {
                 name: record.name.clone(),
                 number: record.version,
@@ -69,7 +75,7 @@ impl Objects {
                 owner: name.map_or(record.owner.uid, |name| name.owner.uid),
                 payer: version.payer(),
                 bytes: version.bytes(),
-                named: version.named,
+                named: version.named && name.is_some(),
                 kept: name.is_some_and(|name| name.keeps(record.version)),
                 keep: name.map_or(0, |name| name.keep),
                 leases: version.leases,
@@ -85,10 +91,7 @@ impl Objects {
             audit.leases.insert(*token, AuditedLease { key, uid, holder, is_closing: closing.contains(&token) });
         }
         audit.makers = self.names.iter().map(|(name, entry)| (name.to_string(), entry.maker)).collect();
-        self.check_leases(&audit)?;
-        self.check_segments(unpublished)?;
-        self.check_users(&audit)?;
-        Ok(audit)
+        audit
     }
 
     fn check_leases(&self, audit: &Audit) -> Result<(), String> {
@@ -104,6 +107,10 @@ impl Objects {
             }
         }
         for (name, entry) in &self.names {
+            let is_named = |key| self.versions.get(key).is_some_and(|version| version.named);
+            if !entry.versions.values().all(is_named) {
+                return Err(format!("`{name}` has a version that is gone or has lost its name"));
+            }
             let of_name = entry.versions.values().map(|key| audit.versions.get(key).map_or(0, |of| of.leases));
             if entry.versions.is_empty() || entry.leases != of_name.sum::<u64>() {
                 return Err(format!("`{name}` counts {} leases of {} versions", entry.leases, entry.versions.len()));
