@@ -71,7 +71,9 @@ impl Held {
     }
 
     /// Sends everything to a server. Blocks, for at most [`HANDOVER_TIMEOUT`] without progress.
-    pub(super) fn hand_over(&self, socket: &OwnedFd) -> io::Result<()> {
+    pub(super) fn hand_over(&mut self, socket: &OwnedFd) -> io::Result<()> {
+        // The previous server may have died while it sent everything again. This server will not.
+        self.unsent.clear();
         let all: Vec<(&String, &OwnedFd)> = self.descriptors.iter().collect();
         let mut in_flight = 0;
         for some in all.chunks(MAX_TOGETHER) {

@@ -341,7 +341,7 @@ impl World {
         let (keepers, flaw) = (self.keepers, self.flaw);
         let Some(server) = &mut self.server else { return };
         let state = &mut server.state;
-        let Some(keeper) = self.keeper.as_mut().filter(|_| keepers != server.keeper) else {
+        let Some(keeper) = self.keeper.as_mut().filter(|keeper| !keeper.has_server()) else {
             return state.objects.store_mut().disconnect();
         };
         keeper.accept_server(state.objects.store_mut()).unwrap();

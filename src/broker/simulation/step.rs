@@ -50,6 +50,8 @@ pub(super) enum Step {
     StartServer,
     KillKeeper,
     StartKeeper,
+    /// The keeper closes the server's connection, and stays.
+    KeeperHangsUp,
     /// Time passes, in milliseconds.
     Tick(u64),
     /// Someone sets the system's clock forward or back, by this number of milliseconds.
@@ -143,7 +145,7 @@ impl Random {
             86 => Step::KillInCall(self.below(3) as u8),
             87 => Step::Upgrade,
             88..91 => Step::StartServer,
-            91 => Step::KillKeeper,
+            91 => self.of(&[Step::KillKeeper, Step::KeeperHangsUp]),
             92..94 => Step::StartKeeper,
             94..97 => Step::Tick(self.of(&[1, 400, 1000, 5000, 11_000, 40_000])),
             97 => Step::SetClock(self.of(&[-3_600_000, -1, 1000, 86_400_000])),

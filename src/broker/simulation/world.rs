@@ -159,6 +159,7 @@ impl World {
             Step::Upgrade => self.upgrade(),
             Step::StartServer => self.start_server(),
             Step::KillKeeper => drop(self.keeper.take().map(KeeperProcess::kill)),
+            Step::KeeperHangsUp => self.keeper.iter_mut().for_each(KeeperProcess::hang_up),
             Step::StartKeeper => self.start_keeper(),
             Step::Tick(ms) => self.tick(ms),
             Step::SetClock(ms) => self.now.ms = self.now.ms.saturating_add_signed(ms),

@@ -37,9 +37,14 @@ impl KeeperProcess {
         Self { image, held, server: None, newcomers: None, service: None, reload: None, notifies: false }
     }
 
-    /// Ends it. A fork of another test may hold a copy of its socket, and the server would see no end.
-    pub(in crate::broker) fn kill(self) {
-        if let Some(server) = &self.server {
+    /// Ends it.
+    pub(in crate::broker) fn kill(mut self) {
+        self.close_server();
+    }
+
+    /// Closes the connection. A fork of another test may hold a copy of the socket, and the server would see no end.
+    fn close_server(&mut self) {
+        if let Some(server) = self.server.take() {
             let _ = rustix::net::shutdown(&server.socket, rustix::net::Shutdown::Both);
         }
     }
@@ -103,6 +108,16 @@ impl KeeperProcess {
     /// Closes the server's connection without reading the rest.
     pub(in crate::broker) fn drop_unread(&mut self) {
         self.server = None;
+    }
+
+    /// Closes the server's connection, after the last message.
+    pub(in crate::broker) fn hang_up(&mut self) {
+        self.read_server(usize::MAX);
+        self.close_server();
+    }
+
+    pub(in crate::broker) fn has_server(&self) -> bool {
+        self.server.is_some()
     }
 
     /// Whether the server has sent everything.
