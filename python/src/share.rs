@@ -119,7 +119,14 @@ fn on_device(device: &Device, sources: Vec<(usize, Source)>, neighbours: Neighbo
     for (_, source) in &sources {
         let span = span(source.address, &source.shape, &source.steps()?, source.dtype.size());
         // Checked by `source::of`.
-        ranges.push(span.map_or((source.address, 0), |span| (span.start as u64, (span.end - span.start) as u64)));
+        let (start, size) =
+            span.map_or((source.address, 0), |span| (span.start as u64, (span.end - span.start) as u64));
+        let own = source.descriptor()?.bytes()?;
+        if own < size && neighbours == Neighbours::Refuse {
+            // The gaps of a strided array are other data.
+            return Err(Error::Memory(MemoryError::Neighbours { size: own, exposed: size - own }).into());
+        }
+        ranges.push((start, size));
     }
     let (shared, offsets) = Shared::from_addresses(device, &ranges, neighbours)?;
     let placed: Vec<_> = sources

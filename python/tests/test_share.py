@@ -109,6 +109,10 @@ def test_neighbours_need_a_word(driver: str) -> None:
     assert vmmfd.share(theirs.array(0, UNIT)).nbytes == UNIT
     with pytest.raises(vmmfd.Invalid, match=r"sharing these 16 bytes would expose 1\.9 MiB \(2097136 bytes\) of other data"):
         vmmfd.share(theirs.array(0, 16))
+    gaps = theirs.array(0, 2)
+    gaps.__cuda_array_interface__["strides"] = (UNIT - 1,)
+    with pytest.raises(vmmfd.Invalid, match="sharing these 2 bytes would expose"):
+        vmmfd.share(gaps)
     assert vmmfd.share({"none": theirs.array(0, 0, 4), "all": theirs.array(0, UNIT)})["none"].shape == (0, 4)
     theirs.free()
 
@@ -122,8 +126,9 @@ def test_unshareable_memory_is_named(socket: str, name: str, driver: str) -> Non
     hidden.free()
     with pytest.raises(vmmfd.Unsupported, match="it is not mapped GPU memory"):
         vmmfd.share({"x": hidden.array(0, 5)})
+    legacy = vmmfd.legacy.empty(8, "u1")
     with pytest.raises(vmmfd.Unsupported, match="its allocator does not use cuMemCreate"):
-        vmmfd.share(Tensor(vmmfd.legacy.empty(8, "u1").address, (8,)))
+        vmmfd.share(Tensor(legacy.address, (8,)))
     theirs = Allocator(1)
     shared = vmmfd.share(theirs.array(0, UNIT))
     with vmmfd.connect(socket, backend="cuda") as broker, pytest.raises(vmmfd.ExportError, match="seal=True needs a copy"):

@@ -92,7 +92,7 @@ impl Ties {
     /// As [`Ties::of`].
     pub fn announce_checkpoint(pid: u32) -> io::Result<()> {
         for file in files(pid, true)? {
-            let count = number_at(&file, CHECKPOINTS)? + 1;
+            let count = number_at(&file, CHECKPOINTS)?.wrapping_add(1);
             file.write_all_at(&count.to_ne_bytes(), CHECKPOINTS)?;
         }
         Ok(())
@@ -102,7 +102,7 @@ impl Ties {
 /// The files of a process, one for each copy of the library that it has loaded.
 fn files(pid: u32, writable: bool) -> io::Result<Vec<File>> {
     let root = Path::new("/proc").join(pid.to_string());
-    let own_number = innermost(&fs::read_to_string(root.join("status"))?);
+    let own_number = innermost(&String::from_utf8_lossy(&fs::read(root.join("status"))?));
     let mut files = Vec::new();
     for entry in fs::read_dir(root.join("fd"))? {
         let path = entry?.path();

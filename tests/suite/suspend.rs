@@ -90,6 +90,16 @@ fn suspends(subject: Subject, place: Meeting) -> String {
             changes(run("resume", &["--json"]).end(), false);
         }
     }
+    if subject.fake.is_some() {
+        // Another command holds the process, or held it when it was killed.
+        fs::write(states.join(&pid), "1").unwrap();
+        run("suspend", &[]).end().code(5).says("is locked").says(&format!("vmmfd resume {pid}"));
+        assert_eq!(fs::read_to_string(states.join(&pid)).unwrap(), "1", "it is not this command's to undo");
+        changes(run("resume", &["--json"]).end(), true);
+        let faults = "cuCheckpointProcessCheckpoint:1:999,cuCheckpointProcessUnlock:1:999";
+        run("suspend", &[]).env("FAKECUDA_FAIL", faults).end().code(5).says("is still suspended").says("vmmfd resume");
+        changes(run("resume", &["--json"]).end(), true);
+    }
     for changed in [true, false] {
         changes(run("suspend", &["--json"]).end(), changed);
     }

@@ -2,7 +2,9 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    fs, thread,
+    fs,
+    sync::Mutex,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -10,6 +12,8 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
+    bindings::lock,
+    channel::Cancel,
     driver::{Backend, Choice, Driver, code, open},
     error::{Error, Result},
     internals::{Checkpoints, ProcessState, Ties},
@@ -30,6 +34,8 @@ use crate::{
 /// The driver can't restore a process that has mapped another process's memory: park its leases first. The command refuses such a process,
 /// and without --own-copies also a process with memory that it created to share. It sees memory of this library only: libraries
 /// that share memory between processes themselves, such as NCCL, must be set up without that.
+///
+/// If the command is killed halfway, `vmmfd resume` lets the program continue.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("suspended", "the memory of a process can't be restored later: nothing was changed"; 2 3 5 130))]
 pub(super) struct SuspendOptions {
@@ -76,15 +82,14 @@ impl Tool for SuspendOptions {
 
     const REPORTS: &'static [Named] = &[("suspend", document::<Stamped<SuspendReport>>)];
 
-    fn run(&self, Running { output, progress, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, progress, cancel }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let driver = cuda()?;
         let group = Group::of(driver.verbs().checkpoints()?, self.pid)?;
         progress.close();
         let began = Instant::now();
-        group.suspend(self.timeout, self.own_copies)?;
-        Ok(ToolOutput::of(output, Exit::Verified, group.report(ProcessState::Running, began), |report, _| {
-            rendered(report, "suspended")
-        }))
+        group.suspend(self.pid, self.timeout, self.own_copies, cancel)?;
+        let report = group.report(|before| before == ProcessState::Running, began);
+        Ok(ToolOutput::of(output, Exit::Verified, report, |report, _| rendered(report, "suspended")))
     }
 }
 
@@ -99,9 +104,8 @@ impl Tool for ResumeOptions {
         progress.close();
         let began = Instant::now();
         group.resume()?;
-        Ok(ToolOutput::of(output, Exit::Verified, group.report(ProcessState::Checkpointed, began), |report, _| {
-            rendered(report, "resumed")
-        }))
+        let report = group.report(|before| before != ProcessState::Running, began);
+        Ok(ToolOutput::of(output, Exit::Verified, report, |report, _| rendered(report, "resumed")))
     }
 }
 
@@ -136,104 +140,137 @@ struct Group<'a> {
 
 impl<'a> Group<'a> {
     /// # Errors
-    /// If none uses CUDA.
+    /// If none uses CUDA, or the driver does not report the state of one.
     fn of(driver: &'a dyn Checkpoints, pid: u32) -> Result<Self> {
+        if !exists(pid) {
+            return Err(failed(pid, "", "does not exist"));
+        }
         let mut processes = Vec::new();
-        let mut first = None;
         // A program may suspend itself by this command, its child.
         for pid in family(pid).into_iter().filter(|&pid| pid != std::process::id()) {
             match driver.state(pid) {
                 Ok(state) => processes.push(Process { pid, command: command(pid), state }),
+                Err(Error::Driver { code: code::NOT_INITIALIZED, .. }) => {}
+                Err(_) if !exists(pid) => {}
                 Err(error @ Error::Load(_)) => return Err(error),
-                Err(error) => drop(first.get_or_insert(error)),
+                Err(error) => {
+                    return Err(failed(pid, &command(pid), &format!("can't be suspended: {error}")));
+                }
             }
         }
         if processes.is_empty() {
-            return Err(match (first, command(pid)) {
-                (_, command) if command.is_empty() => failed(pid, "", "does not exist"),
-                (Some(Error::Driver { code: code::NOT_INITIALIZED, .. }) | None, command) => {
-                    failed(pid, &command, "does not use CUDA, nor does a child of it: there is no GPU memory to take")
-                }
-                (Some(error), command) => failed(pid, &command, &format!("has no state: {error}")),
-            });
+            let problem = "does not use CUDA, nor does a child of it: there is no GPU memory to take";
+            return Err(failed(pid, &command(pid), problem));
         }
         Ok(Self { driver, processes })
     }
 
-    fn report(&self, before: ProcessState, began: Instant) -> SuspendReport {
+    fn report(&self, changed: impl Fn(ProcessState) -> bool, began: Instant) -> SuspendReport {
         let processes = self.processes.iter().map(|process| ProcessLine {
             pid: process.pid,
             command: process.command.clone(),
-            changed: process.state == before,
+            changed: changed(process.state),
         });
         SuspendReport { processes: processes.collect(), seconds: began.elapsed().as_secs_f64() }
     }
 
     /// Suspends all processes or none.
-    fn suspend(&self, timeout: Duration, own_copies: bool) -> Result<()> {
+    fn suspend(&self, pid: u32, timeout: Duration, own_copies: bool, cancel: &Cancel) -> Result<()> {
+        for Process { pid, command, state } in &self.processes {
+            match state {
+                ProcessState::Failed => return Err(failed(*pid, command, LOST)),
+                ProcessState::Locked => return Err(locked(*pid, command)),
+                ProcessState::Running | ProcessState::Checkpointed => {}
+            }
+        }
         let running: Vec<&Process> =
             self.processes.iter().filter(|process| process.state == ProcessState::Running).collect();
-        if let Some(other) =
-            self.processes.iter().find(|process| [ProcessState::Locked, ProcessState::Failed].contains(&process.state))
-        {
-            let problem = if other.state == ProcessState::Failed {
-                "was lost by an earlier restore"
-            } else {
-                "is locked by another program"
-            };
-            return Err(failed(other.pid, &other.command, problem));
-        }
         check_ties(&running, own_copies)?;
-        let locked = self.each(&running, |pid| self.driver.lock(pid, timeout));
-        // No call of CUDA is in progress any more: the numbers are final.
-        let locked = locked.and_then(|()| check_ties(&running, own_copies));
-        let suspended = locked.and_then(|()| {
-            self.each(&running, |pid| {
-                self.driver.checkpoint(pid)?;
-                // Before it can run again.
-                Ties::announce_checkpoint(pid).map_err(|error| Error::system("write to the process's memfd", error))
+        // Only what this command has locked is its to undo.
+        let ours = Mutex::new(Vec::new());
+        let suspended = self
+            .each(&running, |process| {
+                self.driver.lock(process.pid, timeout)?;
+                lock(&ours).push(process.pid);
+                Ok(())
             })
-        });
-        if suspended.is_err() {
-            // Undo what was done, whatever it was.
-            let _ = self.wake(&running);
-        }
-        suspended
+            .and_then(|()| {
+                // No call of CUDA is in progress any more: the numbers are final.
+                check_ties(&running, own_copies)?;
+                let now = Self::of(self.driver, pid)?;
+                match now.processes.iter().find(|of| self.processes.iter().all(|known| known.pid != of.pid)) {
+                    Some(new) => Err(failed(new.pid, &new.command, "has begun to use CUDA meanwhile: try again")),
+                    None => cancel.check(),
+                }
+            })
+            .and_then(|()| {
+                self.each(&running, |process| {
+                    // Before it can run again.
+                    let announced = Ties::announce_checkpoint(process.pid);
+                    announced.map_err(|error| Error::system("write to the process's memfd", error))?;
+                    self.driver.checkpoint(process.pid)
+                })
+            });
+        suspended.map_err(|error| {
+            let ours = lock(&ours);
+            let undo: Vec<&Process> = running.iter().copied().filter(|process| ours.contains(&process.pid)).collect();
+            // Of two errors, a process that is not as before is worse.
+            self.wake(&undo).err().unwrap_or(error)
+        })
     }
 
     fn resume(&self) -> Result<()> {
         if let Some(lost) = self.processes.iter().find(|process| process.state == ProcessState::Failed) {
-            return Err(failed(lost.pid, &lost.command, "was lost by an earlier restore: end it"));
+            return Err(failed(lost.pid, &lost.command, LOST));
         }
         self.wake(&self.processes.iter().collect::<Vec<_>>())
     }
 
-    /// Lets processes run again, whatever their states.
+    /// Lets processes run again, whatever their states. Tries it for each, also after a failure.
     fn wake(&self, processes: &[&Process]) -> Result<()> {
-        self.each(processes, |pid| match self.driver.state(pid)? {
-            ProcessState::Checkpointed => self.driver.restore(pid),
+        let restored = self.each(processes, |process| match self.driver.state(process.pid)? {
+            ProcessState::Checkpointed => self.driver.restore(process.pid),
             _ => Ok(()),
-        })?;
-        self.each(processes, |pid| match self.driver.state(pid)? {
-            ProcessState::Locked => self.driver.unlock(pid),
+        });
+        let unlocked = self.each(processes, |process| match self.driver.state(process.pid)? {
+            ProcessState::Locked => self.driver.unlock(process.pid),
             _ => Ok(()),
-        })
+        });
+        let done = restored.and(unlocked);
+        let is_held = |process: &&&Process| {
+            matches!(self.driver.state(process.pid), Ok(ProcessState::Locked | ProcessState::Checkpointed))
+        };
+        let Some(Process { pid, command, .. }) = processes.iter().find(is_held) else { return done };
+        let reason = done.err().map_or_else(String::new, |error| format!(": {error}"));
+        Err(with_hint(*pid, command, &format!("is still suspended{reason}"), resume_hint(*pid)))
     }
 
-    /// Runs a step for all processes at once. Returns the first error, after the last has ended.
-    fn each(&self, processes: &[&Process], step: impl Fn(u32) -> Result<()> + Sync) -> Result<()> {
+    /// Runs a step for all processes at once. Returns the first error, after the last has ended. A process that has exited needs no step.
+    fn each(&self, processes: &[&Process], step: impl Fn(&Process) -> Result<()> + Sync) -> Result<()> {
         thread::scope(|scope| {
-            let started: Vec<_> =
-                processes.iter().map(|process| (process, scope.spawn(|| step(process.pid)))).collect();
+            let started: Vec<_> = processes.iter().map(|process| (process, scope.spawn(|| step(process)))).collect();
             let mut first = Ok(());
             for (process, thread) in started {
                 let done = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                let done = done.map_err(|error| failed(process.pid, &process.command, &format!("failed: {error}")));
-                first = first.and(done);
+                first = first.and(done.or_else(|error| match exists(process.pid) {
+                    true => Err(failed(process.pid, &process.command, &format!("failed: {error}"))),
+                    false => Ok(()),
+                }));
             }
             first
         })
     }
+}
+
+const LOST: &str = "was lost by an earlier restore: end it";
+
+fn locked(pid: u32, command: &str) -> Error {
+    let problem = "is locked, by another program or by a `vmmfd suspend` that was killed";
+    with_hint(pid, command, problem, resume_hint(pid))
+}
+
+fn resume_hint(pid: u32) -> Option<String> {
+    Some(format!("`vmmfd resume {pid}` lets it continue"))
 }
 
 /// Refuses processes whose memory can't be restored as it is.
@@ -249,21 +286,37 @@ fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
 }
 
 fn failed(pid: u32, command: &str, message: &str) -> Error {
+    with_hint(pid, command, message, None)
+}
+
+fn with_hint(pid: u32, command: &str, message: &str, hint: Option<String>) -> Error {
     let process = if command.is_empty() { format!("process {pid}") } else { format!("process {pid} ({command})") };
-    ToolError::Child { process, message: message.to_owned(), hint: None }.into()
+    ToolError::Child { process, message: message.to_owned(), hint }.into()
+}
+
+/// Whether a process runs, which is not a thread of another one and not a zombie. See proc_pid_status(5).
+fn exists(pid: u32) -> bool {
+    let status = read(&format!("/proc/{pid}/status"));
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    field("Tgid:") == Some(&pid.to_string()) && !field("State:").is_some_and(|state| state.starts_with('Z'))
 }
 
 /// The name of a process's program; empty if it does not exist.
 fn command(pid: u32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim_end().to_owned()
+    read(&format!("/proc/{pid}/comm")).trim_end().to_owned()
+}
+
+/// A file's text. The kernel cuts names in the middle of a character.
+fn read(path: &str) -> String {
+    fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
 }
 
 /// A process and its descendants, by proc_pid_stat(5).
 fn family(pid: u32) -> Vec<u32> {
     let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(child) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        let Some(child) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let stat = read(&format!("/proc/{child}/stat"));
         // The command in parentheses may itself contain parentheses.
         let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
         if let Some(parent) = parent {
