@@ -8,6 +8,9 @@
 //! | `oracle`, `check` | the promises, and the checks after each step and at the end |
 //! | `flaws`, `log` | defects that the simulation must find |
 //!
+//! Not simulated: `io` itself, leases of several records, clients that restore lost versions, a broker without a keeper, and the time limits
+//! after which a silent process is killed.
+//!
 //! `cargo test simulation` runs a bounded number of schedules, and `make test-simulation SECONDS=3600` as many as fit the time. A failure
 //! prints a schedule for [`REGRESSIONS`].
 

@@ -75,19 +75,19 @@ pub(super) struct Oracle {
     leases: BTreeMap<Token, AuditedLease>,
     /// The maker's connection of each name.
     makers: BTreeMap<String, Option<ConnectionId>>,
-    closed: BTreeSet<ConnectionId>,
+    pub(super) closed: BTreeSet<ConnectionId>,
     last_event: u64,
     /// How many versions were lost because server and keeper both died.
     pub(super) losses: usize,
     /// The numbers of versions that were published and replaced before the next check, by name and id.
     replaced: HashMap<(String, String), u64>,
-    keeper_of_dead: Option<u64>,
+    pub(super) keeper_of_dead: Option<u64>,
     /// Whether this server no longer waits for clients of the previous server.
-    grace_is_over: bool,
+    pub(super) grace_is_over: bool,
     // Causes and answers of this step.
     deleting: Vec<Token>,
     released: Vec<Token>,
-    expired: Vec<String>,
+    pub(super) expired: Vec<String>,
     restart: Option<Restart>,
     answers: Vec<(Pending, Message)>,
 }
@@ -134,18 +134,6 @@ impl Oracle {
         }
     }
 
-    pub(super) fn expired(&mut self, name: &str) {
-        self.expired.push(name.to_owned());
-    }
-
-    pub(super) fn closed(&mut self, id: ConnectionId) {
-        self.closed.insert(id);
-    }
-
-    pub(super) fn grace_ended(&mut self, is_early: bool) {
-        self.grace_is_over = !is_early;
-    }
-
     /// The server closes a connection because of an error.
     pub(super) fn ended(&mut self, message: &str) {
         if !message.starts_with("no hello within") && !message.starts_with("not all segments of a put arrived") {
@@ -153,12 +141,11 @@ impl Oracle {
         }
     }
 
-    pub(super) fn server_ended(&mut self, keeper: u64) {
-        self.keeper_of_dead = Some(keeper);
-    }
-
-    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, torn: bool) {
-        let same_keeper = self.keeper_of_dead == Some(keeper);
+    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, torn: bool, is_new: bool) {
+        // A new keeper that has not received the log yet knows no more than the next keeper.
+        let has_published = self.versions.values().any(|known| known.keeper == keeper);
+        let has_log = whole || has_published || !is_new;
+        let same_keeper = self.keeper_of_dead == Some(keeper) && has_log;
         self.grace_is_over = false;
         self.restart = Some(Restart { keeper, same_keeper, whole, torn });
     }
@@ -305,11 +292,12 @@ pub(super) fn usage<'a>(
 
 /// Whether a user may have too little room for a request.
 fn is_near_quota(state: &State) -> bool {
+    // Without tables, which have a few bytes.
     const LARGEST_PUT: u64 = 4 << 20;
     let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
     let audit = state.objects.copy();
     let [objects, leases, bytes] = LIMITS;
-    let is_near = |used: &[u64; 3]| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT > bytes;
+    let is_near = |used: &[u64; 3]| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
     usage(audit.versions.values(), audit.leases.values(), drafts).values().any(is_near)
 }
 

@@ -195,7 +195,7 @@ impl World {
         if let Some(uid) = server.state.caller(id).map(|caller| caller.uid) {
             server.state.objects.users().remove_connection(uid);
         }
-        self.oracle.closed(id);
+        self.oracle.closed.insert(id);
         self.with(|state, effects| connection::disconnected(state, effects, id));
     }
 
@@ -266,7 +266,7 @@ impl World {
             self.with(|state, effects| connection::deadline_passed(state, effects, id));
         }
         for (_, name) in expired {
-            self.oracle.expired(&name);
+            self.oracle.expired.push(name.to_string());
             self.with(|state, _| state.objects.expire(&name));
         }
         if is_over {
@@ -279,8 +279,7 @@ impl World {
         if let Some(server) = &mut self.server {
             server.unresumed = None;
         }
-        let is_early = self.has(Flaw::NoGrace);
-        self.oracle.grace_ended(is_early);
+        self.oracle.grace_is_over = !self.has(Flaw::NoGrace);
         self.with(|state, effects| {
             state.objects.end_unresumed();
             publish::end_reservation(state, effects);
@@ -379,7 +378,7 @@ impl World {
         }
         drop(server.state);
         (self.fuse, self.torn) = (None, None);
-        self.oracle.server_ended(server.keeper);
+        self.oracle.keeper_of_dead = Some(server.keeper);
         self.pipes.retain(|_, pipe| {
             pipe.to_server.clear();
             pipe.queue.clear();
@@ -417,7 +416,8 @@ impl World {
         objects.store_mut().serving();
         let is_restarted = objects.journal().restarts() > 0;
         self.is_changed = true;
-        self.oracle.server_started(self.keepers, taken.whole, std::mem::take(&mut self.is_torn));
+        let is_torn = std::mem::take(&mut self.is_torn);
+        self.oracle.server_started(self.keepers, taken.whole, is_torn, !is_restarted);
         let limit = TimeLimits::default().resume;
         self.server = Some(Server {
             state: State::new(objects, TIMEOUT, false),
