@@ -24,7 +24,7 @@ const LINK: &str = "/memfd:vmmfd-ties";
 /// The file's length: the process's number, the two counts of ties, and the count of checkpoints, each in 8 bytes.
 const BYTES: usize = 32;
 
-/// The place of the count of checkpoints, which the program that makes them writes.
+/// The offset of the count of checkpoints. The program that makes a checkpoint writes it.
 const CHECKPOINTS: u64 = 24;
 
 /// What ties a process to others, counted in mappings and buffers.
@@ -106,7 +106,7 @@ fn files(pid: u32, writable: bool) -> io::Result<Vec<File>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(root.join("fd"))? {
         let path = entry?.path();
-        // It may be closed meanwhile.
+        // The process may have closed it.
         let Ok(link) = fs::read_link(&path) else { continue };
         if link.as_os_str().as_encoded_bytes().starts_with(LINK.as_bytes()) {
             let file = File::options().read(true).write(writable).open(&path)?;
@@ -125,7 +125,7 @@ fn number_at(file: &File, offset: u64) -> io::Result<u64> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
-/// The number of a process in its own PID namespace, which may be inside ours: the last one of `NSpid`. See proc_pid_status(5).
+/// The number of a process in its own PID namespace, which may be a child of ours: the last number of `NSpid`. See proc_pid_status(5).
 fn innermost(status: &str) -> Option<u64> {
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     numbers.split_whitespace().last()?.parse().ok()

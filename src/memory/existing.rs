@@ -125,7 +125,7 @@ impl Found<'_> {
     }
 }
 
-/// The number of bytes in at least one of the ranges.
+/// The number of bytes that the ranges cover.
 fn union(ranges: &[Range<u64>]) -> u64 {
     let mut sorted: Vec<&Range<u64>> = ranges.iter().collect();
     sorted.sort_unstable_by_key(|range| range.start);

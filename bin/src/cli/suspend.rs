@@ -186,7 +186,7 @@ impl<'a> Group<'a> {
         let running: Vec<&Process> =
             self.processes.iter().filter(|process| process.state == ProcessState::Running).collect();
         check_ties(&running, own_copies)?;
-        // Only what this command has locked is its to undo.
+        // After a failure, this command unlocks only processes that it has locked itself.
         let ours = Mutex::new(Vec::new());
         let suspended = self
             .each(&running, |process| {
@@ -245,7 +245,7 @@ impl<'a> Group<'a> {
         Err(with_hint(*pid, command, &format!("is still suspended{reason}"), resume_hint(*pid)))
     }
 
-    /// Runs a step for all processes at once. Returns the first error, after the last has ended. A process that has exited needs no step.
+    /// Runs a step for all processes at once. Returns the first error, once all steps have finished. Ignores the errors of processes that have exited.
     fn each(&self, processes: &[&Process], step: impl Fn(&Process) -> Result<()> + Sync) -> Result<()> {
         thread::scope(|scope| {
             let started: Vec<_> = processes.iter().map(|process| (process, scope.spawn(|| step(process)))).collect();
@@ -273,7 +273,7 @@ fn resume_hint(pid: u32) -> Option<String> {
     Some(format!("`vmmfd resume {pid}` lets it continue"))
 }
 
-/// Refuses processes whose memory can't be restored as it is.
+/// Refuses processes whose memory the driver can't restore.
 fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
     for Process { pid, command, .. } in processes {
         let ties = Ties::of(*pid)
