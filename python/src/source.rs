@@ -178,6 +178,7 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         return source.checked();
     }
     if object.hasattr("__dlpack__")? {
+        refuse_unsupported_torch(object)?;
         return of_dlpack(object)?.checked();
     }
     if let Some(interface) = optional(object, "__cuda_array_interface__")? {
@@ -203,6 +204,16 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
 
 fn masked() -> Failure {
     Failure::invalid("a masked array can't be shared: call filled() first")
+}
+
+/// Refuses tensors of PyTorch whose type vmmfd lacks. PyTorch exports integers of 1 to 7 bits as int8 and uint8.
+fn refuse_unsupported_torch(object: &Bound<'_, PyAny>) -> Outcome<()> {
+    if let Some(dtype) = tolerant(object.py(), object.getattr("dtype"))?
+        && dtype.get_type().module()? == "torch"
+    {
+        dtype::extract(&dtype)?;
+    }
+    Ok(())
 }
 
 fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {

@@ -50,6 +50,20 @@ def test_column_is_put_without_gaps(broker: vmmfd.Broker, name: str) -> None:
     assert tied["a"].data_ptr() == tied["b"].data_ptr() and tied["a"].stride() == (1024,)
 
 
+@pytest.mark.parametrize("kind", ["int1", "int7", "uint4", "complex32", "bits8"])
+def test_only_a_put_takes_torchs_own_types(broker: vmmfd.Broker, name: str, kind: str) -> None:
+    if not hasattr(torch, kind):
+        pytest.skip(f"this PyTorch has no {kind}")
+    tensor = torch.arange(16, dtype=torch.uint8).view(getattr(torch, kind))
+    bytes_of = vmmfd.empty(tensor.shape, "uint8", backend="host")
+    for call in (lambda: vmmfd.asarray(tensor, backend="host"), lambda: bytes_of.copy_from(tensor), lambda: bytes_of.copy_to(tensor)):
+        with pytest.raises(vmmfd.Invalid, match=f"dtype=torch.{kind} is not a supported element type"):
+            call()
+    broker.put(name, {"x": tensor})
+    found = broker.state_dict(name)["x"]
+    assert found.dtype == tensor.dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
