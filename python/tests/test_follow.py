@@ -74,6 +74,25 @@ def test_signals_lose_no_version(broker: vmmfd.Broker, name: str) -> None:
     assert interrupts > 5 and following.lease is not None and len(broker.who(name).leases) == 1
 
 
+def test_signal_handler_starts_no_step(broker: vmmfd.Broker, name: str, child: Callable[..., Child]) -> None:
+    """In a child, which would hang."""
+    child(
+        """
+        import signal, sys, numpy, pytest, vmmfd
+
+        with vmmfd.connect(sys.argv[1], backend="host") as broker, broker.follow(sys.argv[2], wait=20) as following:
+            signal.signal(signal.SIGALRM, lambda *_: next(following, None))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(vmmfd.Invalid, match="a step of the follower of .* is already executing"):
+                next(following)
+            broker.put(sys.argv[2], {"x": numpy.zeros(3)})
+            assert next(following).version == 1
+        """,
+        broker.path,
+        name,
+    ).end()
+
+
 def test_interrupt_after_an_event_loses_no_version(broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object, event: vmmfd.records.Event) -> bool:
         if event.kind == "replaced":

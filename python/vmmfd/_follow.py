@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from _thread import allocate_lock
+from _thread import RLock
 from collections.abc import AsyncIterator, Iterator, Mapping
 from time import monotonic
 
 from . import _native
 from . import _types as t
 from ._closing import Closing
-from ._errors import Error, NotFound
+from ._errors import Error, Invalid, NotFound
 from ._lease import Lease
 from ._watch import Watch
 from .records import Event
@@ -26,7 +26,7 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
     `lease` is the lease, None before the first version. It remains open until it, or this object, is closed, or nothing refers to it.
 
     The iteration stops when the wait of a step expires; the next step waits again. A step raises `MismatchError` if a new version has another
-    layout: follow again. Raises as `Broker.get` and `Lease.prepare`.
+    layout: follow again. It raises `Invalid` in a signal handler that interrupts another step. Raises as `Broker.get` and `Lease.prepare`.
     """
 
     __slots__ = ("__weakref__", "_client", "_current", "_events", "_expected", "_first", "_last", "_lock", "_name", "_stop", "_wait", "lease")
@@ -43,8 +43,8 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
         self._events = Watch(client.watch(name, None), None)
         self._stop = _native.Stop()
         self.lease: Lease | None = None
-        # One step at a time. A cancelled step ends a moment later.
-        self._lock = allocate_lock()
+        # One step at a time. A cancelled step ends a moment later. The lock knows its thread, whose signal handler may start another step.
+        self._lock = RLock()
         # The id of the last returned version, and whether the lease has the newest one unless an unread event announces another.
         self._last = ""
         self._current = False
@@ -84,6 +84,8 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
     def _step(self) -> tuple[Lease, str] | None:
         """Waits until the lease has a version that was not returned. Returns the lease and the version's id, or None if no such version was
         put in time, or this is closed. An interrupted step loses nothing: the next step finds the lease as this one has left it."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise Invalid(f"a step of the follower of {self._name!r} is already executing: a signal handler can't start another")
         ends = monotonic() + self._wait
         try:
             with self._lock:
