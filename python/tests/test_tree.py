@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import operator
 import os
@@ -138,6 +139,13 @@ def test_conflicts_of_parts_are_named(broker: vmmfd.Broker, name: str, first: An
         assert list(lease.tree(part="a")) == ["a", "z"]
 
 
+def test_parts_may_order_keys_differently(broker: vmmfd.Broker, name: str) -> None:
+    first, second = {"k": 1, 7: {"a": math.nan, "b": (2,)}}, {7: {"b": (2,), "a": math.nan}, "k": 1}
+    put_parts(broker, name, {"a": [X], "z": [first]}, {"b": [X], "z": [second]})
+    with broker.get(name) as lease:
+        assert repr(lease.tree()["z"]) == repr([first])
+
+
 def test_order_of_keys_is_kept(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"z": 1, "b": {"y": 2, "w": np.zeros(1), "c": 3}, "a": 4, "v": np.ones(1), "epoch": 5})
     with broker.get(name) as lease:
@@ -241,6 +249,47 @@ def test_flat_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
 def test_unclear_tree_is_refused(broker: vmmfd.Broker, name: str, value: Any, message: str) -> None:
     with pytest.raises((TypeError, vmmfd.Invalid), match=message):
         broker.put(name, value)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"path": []},
+        {"path": None},
+        {"path": "ab"},
+        {"path": ["a"] * 20000},
+        {"path": [0]},
+        {"path": [[0]]},
+        {"path": ["a", []]},
+        {"path": ["a", ["b"]]},
+        {"path": ["a", True]},
+        {"path": ["a", {"b": 1}]},
+        {"path": ["a", {"int": []}]},
+        {"leaves": 5},
+        {"leaves": "zz"},
+        {"leaves": "{}"},
+        {"leaves": '[["0", ["b"], 1]]'},
+        {"leaves": "[[0, [], 1]]"},
+        {"leaves": "[[1, [], 1]]"},
+        {"leaves": '[[0, ["b"]]]'},
+        {"leaves": '[[0, ["b"], {}]]'},
+        {"leaves": '[[0, ["b"], {"int": "zz"}]]'},
+        {"leaves": '[[0, ["b"], {"float": []}]]'},
+        {"leaves": '[[0, ["b"], {"other": []}]]'},
+        {"leaves": '[[0, ["b"], {"dict": 5}]]'},
+        {"leaves": '[[0, ["b"], [{"dict": [[[], 1]]}]]]'},
+        {"leaves": "[" * 100_000},
+        {"leaves": f'[[0, ["b"], {"[" * 500}{"]" * 500}]]'},
+    ],
+    ids=lambda attributes: repr(attributes)[:50],
+)  # fmt: skip
+def test_other_attributes_are_no_tree(broker: vmmfd.Broker, name: str, attributes: dict[str, Any]) -> None:
+    memory = vmmfd._native.Memory(4, backend="host")
+    broker._native.put(name, [("all", [memory], [("x", "uint8", [4], None, 0, 0, json.dumps(attributes))], None)])
+    with broker.get(name) as lease:
+        with pytest.raises(vmmfd.Invalid, match="the attributes of the arrays do not describe a nested value"):
+            lease.tree()
+        assert lease["x"].nbytes == 4
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", ">i4", ">f8", ">c8", "V3"])

@@ -77,7 +77,8 @@ class Lease(Closing, Mapping[str, Array]):
 
         Several parts become one value: their dicts are merged, and other values of one place must be equal. `part` selects one part. If the
         lease has only some arrays, the others are missing, and lists are shorter; without the first array of a part, so are its other
-        values. Raises `Invalid`, with the parts and the place, if parts differ there, and after `close`, and as `convert`."""
+        values. Raises `Invalid`, with the parts and the place, if parts differ there, if the attributes `path` and `leaves` of an array
+        describe no value, and after `close`; and as `convert`."""
         _arguments.flag(copy, "copy")
         if convert is not None:
             _arguments.function(convert, "convert")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from . import _types as t
 from ._arguments import PLAIN, shown
@@ -145,6 +146,8 @@ def _decoded(leaf: t.Any) -> t.Any:
     ((kind, of),) = leaf.items()
     if kind in _NUMBERS:
         return _NUMBERS[kind](of)
+    if kind not in ("dict", "tuple"):
+        raise ValueError(f"a value of kind {shown(kind)}")
     return {key: _decoded(of) for key, of in of} if kind == "dict" else tuple(map(_decoded, of))
 
 
@@ -164,7 +167,7 @@ def restored(
     rows: Iterable[tuple[str, str, t.Any, dict[str, t.Any] | None]], convert: Callable[[t.Any], t.Any]
 ) -> dict[str, t.Any]:
     """Returns the nested value of arrays, each given with its part, name and attributes. Raises `Invalid` if two parts have different values
-    at one place."""
+    at one place, and for attributes that `Flat` does not make."""
     root, seen = _Node(dict), dict[str, str]()
     leaves: list[tuple[int, Path, t.Any]] = []
     # The number of arrays since the one that has the leaves, and its part.
@@ -174,19 +177,43 @@ def restored(
             raise Invalid(f"the parts {seen[name]!r} and {part!r} both have an array {name!r}: give part={part!r}")
         seen[name] = part
         found = attributes or {}
-        if "leaves" in found:
-            _place_all(root, leaves, of)
-            leaves, count, of = json.loads(found["leaves"])[::-1], 0, part
-        while leaves and leaves[-1][0] <= count:
-            _place_all(root, [leaves.pop()], of)
-        node, key, path = _member(root, found.get("path", [name]), part)
+        with _refusing_others():
+            if "leaves" in found:
+                _place_all(root, leaves, of)
+                leaves, count, of = _parsed(found["leaves"])[::-1], 0, part
+            while leaves and leaves[-1][0] <= count:
+                _place_all(root, [leaves.pop()], of)
+            node, key, path = _member(root, found.get("path", [name]), part)
         if key in node:
             raise _conflict(node, key, path, part)
         node[key], node.parts[key] = convert(array), part
         count += 1
-    _place_all(root, leaves, of)
+    with _refusing_others():
+        _place_all(root, leaves, of)
     tree: dict[str, t.Any] = root.finished()
     return tree
+
+
+@contextmanager
+def _refusing_others() -> Iterator[None]:
+    """Raises `Invalid` for attributes that `Flat` does not make: another program may have put them."""
+    try:
+        yield
+    except Invalid:
+        raise
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise Invalid(f"the attributes of the arrays do not describe a nested value ({shown(error)}): get each array by its name") from None
+
+
+def _parsed(text: str) -> list[tuple[int, Path, t.Any]]:
+    """Returns the leaves of a text. Raises `TypeError` and `ValueError` for other texts."""
+    rows = json.loads(text)
+    if not isinstance(rows, list):
+        raise TypeError("leaves that are not a list")
+    leaves: list[tuple[int, Path, t.Any]] = [(count, path, leaf) for count, path, leaf in rows]
+    if not all(type(count) is int for count, _, _ in leaves):
+        raise TypeError("a leaf without its number of arrays")
+    return leaves
 
 
 def _place_all(root: _Node, leaves: list[tuple[int, Path, t.Any]], part: str) -> None:
@@ -203,12 +230,23 @@ def _place(root: _Node, path: Path, leaf: t.Any, part: str) -> None:
             _place(root, [*path, inner if isinstance(inner, str) else {"int": inner}], of, part)
     elif key not in node:
         node[key], node.parts[key] = _decoded(leaf), part
-    elif type(node[key]) not in (*PLAIN, list, tuple) or json.dumps(_encoded(node[key], [])) != json.dumps(leaf):
+    elif type(node[key]) not in (*PLAIN, list, tuple) or _comparable(_encoded(node[key], [])) != _comparable(leaf):
         raise _conflict(node, key, texts, part)
+
+
+def _comparable(leaf: t.Any) -> str:
+    """Returns an encoded value as a text that does not depend on the order of a dict's keys."""
+    if isinstance(leaf, dict) and "dict" in leaf:
+        return f"{{{sorted((json.dumps(key), _comparable(of)) for key, of in leaf['dict'])}}}"
+    if isinstance(leaf, dict):
+        return repr(sorted((kind, _comparable(of)) for kind, of in leaf.items()))
+    return repr(list(map(_comparable, leaf))) if isinstance(leaf, (list, tuple)) else json.dumps(leaf)
 
 
 def _member(root: _Node, path: Path, part: str) -> tuple[_Node, t.Any, list[str]]:
     """Returns the container of a path's last level, its key there, and the path as text."""
+    if not isinstance(path, list) or not 0 < len(path) <= _DEEPEST or isinstance(path[0], (int, list)):
+        raise ValueError(f"path {shown(path)}")
     levels = [_level(step) for step in path]
     texts = [str(key) for _, key in levels]
     node = root
@@ -219,9 +257,17 @@ def _member(root: _Node, path: Path, part: str) -> tuple[_Node, t.Any, list[str]
 
 def _level(step: Step) -> tuple[type, t.Any]:
     """Returns the type of a container, and the key of its member."""
+    if isinstance(step, str):
+        return dict, step
+    kind: type = list
+    key = step
     if isinstance(step, dict):
-        return dict, step["int"]
-    return (tuple, step[0]) if isinstance(step, list) else (list if isinstance(step, int) else dict, step)
+        kind, key = dict, step["int"]
+    elif isinstance(step, list):
+        kind, key = tuple, step[0]
+    if type(key) is not int:
+        raise TypeError(f"path with the level {shown(step)}")
+    return kind, key
 
 
 def _child(node: _Node, key: t.Any, kind: type, texts: list[str], part: str) -> _Node:
