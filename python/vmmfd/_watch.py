@@ -26,8 +26,8 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
         self._wait = wait
 
     def next(self, wait: t.Time | None = None) -> Event | None:
-        """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 does not
-        wait. Raises `Invalid` if the watch is closed, and as any call of the `Broker`."""
+        """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 only for the
+        broker's answer, at most the `timeout` of `connect`. Raises `Invalid` if the watch is closed, and as any call of the `Broker`."""
         ends = monotonic() + _arguments.seconds(_arguments.endless(wait))
         while self._native.wait(max(0.0, ends - monotonic())):
             # From here to the return Python runs no signal handler, whose exception would lose the event.
