@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use pyo3::{
     exceptions::{PyAttributeError, PyOverflowError},
     prelude::*,
-    types::{PyDict, PyTuple},
+    types::{PyBool, PyByteArray, PyBytes, PyDict, PyList, PyTuple},
 };
 use vmmfd::{Error, array::ArrayDescriptor, driver::Access, error::MemoryError, fork::ProcessIdentity};
 
@@ -137,6 +137,15 @@ impl Array {
 /// `TypeError` for other objects, `ValueError` for integers that are negative or too large.
 pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
     let py = given.py();
+    let problem = || {
+        Ok::<_, PyErr>(format!(
+            "shape={} is not a shape: give a non-negative integer or a tuple of them",
+            shown(given)?
+        ))
+    };
+    if is_no_shape(given) {
+        return Err(Failure::wrong_type(problem()?));
+    }
     let (length, lengths) = (given.extract::<u64>(), given.extract::<Vec<u64>>());
     // A number that is negative or too large.
     let is_number = |error: &PyErr| error.is_instance_of::<PyOverflowError>(py);
@@ -147,6 +156,17 @@ pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
     if let Some(lengths) = tolerant(py, lengths)? {
         return Ok(lengths);
     }
-    let problem = format!("shape={} is not a shape: give a non-negative integer or a tuple of them", shown(given)?);
+    let problem = problem()?;
     Err(if is_integers { Failure::invalid(problem) } else { Failure::wrong_type(problem) })
+}
+
+/// Whether an object is bytes or a bool, or a list or tuple with a bool: each of them converts to integers.
+pub(crate) fn is_no_shape(given: &Bound<'_, PyAny>) -> bool {
+    let is_bool = |given: &Bound<'_, PyAny>| given.is_instance_of::<PyBool>();
+    let has_bool = match (given.cast::<PyTuple>(), given.cast::<PyList>()) {
+        (Ok(lengths), _) => lengths.iter().any(|length| is_bool(&length)),
+        (_, Ok(lengths)) => lengths.iter().any(|length| is_bool(&length)),
+        _ => is_bool(given),
+    };
+    has_bool || given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyByteArray>()
 }

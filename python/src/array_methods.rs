@@ -13,7 +13,7 @@ use pyo3::{
 use vmmfd::array::{ArrayDescriptor, ElementType, Order};
 
 use crate::{
-    array::{self, Array},
+    array::{self, Array, is_no_shape},
     array_index, buffer, copy,
     device::{PyDevice, short},
     dlpack::{self, CapsuleOptions},
@@ -297,7 +297,7 @@ impl Array {
     /// Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
     ///
     /// Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
-    /// shape or type, and for a copy between a GPU and the host; `PermissionDenied` or `Error` if it is read-only.
+    /// shape or type, for a copy between a GPU and the host, and if it is read-only.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check_writable()?;
         let source = source::of(source)?;
@@ -306,8 +306,8 @@ impl Array {
     }
 
     /// Sets all elements to `value`, converted as NumPy does. Blocks. A GPU gets a copy of an array of this size that is filled in host
-    /// memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `PermissionDenied` or `Error` if the array is
-    /// read-only; NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`.
+    /// memory. Raises `Invalid` if the array is read-only; `ImportError` without NumPy, or without ml_dtypes for its types; NumPy's
+    /// `TypeError`, `ValueError` and `OverflowError` for a value that does not convert; and as `copy_from`.
     fn fill(slf: &Bound<'_, Self>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         slf.get().check_writable()?;
         slf.py().import("vmmfd._elements")?.call_method1("assign", (slf, value))?;
@@ -511,6 +511,13 @@ impl Array {
         )
     }
 
+    /// Raises `TypeError`: whether the copy would share the memory is not clear.
+    fn __copy__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err(
+            "copy.copy() can't copy an array: call copy() of the array, or take a view with array[...]",
+        ))
+    }
+
     /// Raises `TypeError`: memory can't be pickled.
     fn __reduce__(&self) -> PyResult<()> {
         Err(PyTypeError::new_err(
@@ -555,6 +562,9 @@ fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()>
 
 /// The integers that a call gives as its arguments, or as one sequence.
 fn integers(given: &Bound<'_, PyTuple>) -> Outcome<Vec<i64>> {
+    if is_no_shape(given) || given.len() == 1 && is_no_shape(&given.get_item(0)?) {
+        return Err(Failure::wrong_type(format!("{} is neither a shape nor axes: give integers", shown(given)?)));
+    }
     let listed = match given.len() {
         1 => given.get_item(0)?.extract().or_else(|_| given.extract()),
         _ => given.extract(),

@@ -5,7 +5,7 @@ use std::{borrow::Cow, str::FromStr};
 use pyo3::{
     prelude::*,
     sync::PyOnceLock,
-    types::{PyString, PyType},
+    types::{PyFloat, PyString, PyType},
 };
 use vmmfd::array::ElementType;
 
@@ -168,6 +168,8 @@ fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     // NumPy's scalar types, and PyTorch's `torch.float32`.
     if let Some(name) = text("__name__")? {
         return Ok(match name.as_str() {
+            // Python's own, as in NumPy, where the size of its int depends on the version.
+            "float" if named.is(py.get_type::<PyFloat>()) => Some(ElementType::F64),
             "float" | "int" | "complex" => None,
             "longlong" => Some(ElementType::I64),
             "ulonglong" => Some(ElementType::U64),

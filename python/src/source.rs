@@ -6,7 +6,7 @@ use std::{ffi::c_int, sync::Arc};
 
 use pyo3::{
     buffer::PyUntypedBuffer,
-    exceptions::PyTypeError,
+    exceptions::{PyOverflowError, PyTypeError},
     ffi,
     prelude::*,
     types::{PyDict, PyMemoryView},
@@ -290,8 +290,17 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     let item = |name: &str| interface.get_item(name).map(|item| item.filter(|item| !item.is_none()));
     let missing = |name: &str| Failure::invalid(format!("the array interface has no {name:?}"));
     let data = item("data")?.ok_or_else(|| missing("data"))?;
-    let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract()?;
-    let strides: Option<Vec<i64>> = item("strides")?.map(|strides| strides.extract()).transpose()?;
+    let range = |name: &'static str| {
+        move |error: PyErr| match error.is_instance_of::<PyOverflowError>(object.py()) {
+            true => Failure::invalid(format!(
+                "{name:?} of the array interface has a negative number, or one of more than 64 bits"
+            )),
+            false => Failure::from(error),
+        }
+    };
+    let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract().map_err(range("shape"))?;
+    let strides: Option<Vec<i64>> =
+        item("strides")?.map(|strides| strides.extract()).transpose().map_err(range("strides"))?;
     if item("mask")?.is_some() {
         return Err(masked());
     }
@@ -318,9 +327,9 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
         return Ok(Source { address, read_only, ..source });
     }
     let view = if cuda { None } else { buffer(&data)? };
-    let offset = item("offset")?.map(|offset| offset.extract::<u64>()).transpose()?.unwrap_or(0);
+    let offset = item("offset")?.map(|offset| offset.extract::<u64>()).transpose().map_err(range("offset"))?;
     let problem = "the data of the array interface is neither an address with a flag nor a buffer";
-    source.inside(view.ok_or_else(|| Failure::invalid(problem))?, offset)
+    source.inside(view.ok_or_else(|| Failure::invalid(problem))?, offset.unwrap_or(0))
 }
 
 /// Returns the type of an array interface whose object has no dtype.

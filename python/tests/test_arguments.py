@@ -34,7 +34,7 @@ FUNCTION: Any = ([5, HUGE, "x"], [])
 PREPARED: Any = ([5, HUGE, None, object()], [])
 MODULE: Any = ([5, {}], [])
 DTYPE: Any = ([5, None, b"f4"], ["float31", BROKEN, np.dtype("S4"), np.dtype([("a", "f4")])])
-SHAPE: Any = ([1.5, "3", None, (1, 2.5)], [-1, (1, -1), 1 << 70, HUGE])
+SHAPE: Any = ([1.5, "3", b"3", bytearray(b"3"), None, True, (1, True), [True], (1, 2.5)], [-1, (1, -1), 1 << 70, HUGE])
 ARRAY: Any = ([5, object(), None], [np.array([object()]), np.array(["x"])])
 PROMISE: Any = ([1, "yes"], [False])
 

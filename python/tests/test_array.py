@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import sys
@@ -55,7 +56,7 @@ def test_dtype_names(given: object, name: str) -> None:
     assert vmmfd.empty(1, given, backend="host").dtype == name
 
 
-@pytest.mark.parametrize("given", ["i8", "u8", "float", "int", float, int, "str", np.dtype("U3"), np.dtype("M8[s]"), 4])
+@pytest.mark.parametrize("given", ["i8", "u8", "float", "int", int, "str", np.dtype("U3"), np.dtype("M8[s]"), 4])
 def test_ambiguous_and_unknown_dtypes_are_refused(given: object) -> None:
     with pytest.raises(TypeError if given == 4 else vmmfd.Invalid, match="dtype="):
         vmmfd.empty(1, given, backend="host")
@@ -260,21 +261,31 @@ def test_assignment_matches_numpy(on: str, dtype: str) -> None:
     assert array.tobytes() == np.full_like(numbers, 5).tobytes()
 
 
+def test_copy_module_names_the_method() -> None:
+    with pytest.raises(TypeError, match=r"call copy\(\) of the array"):
+        copy.copy(vmmfd.zeros(3, backend="host"))
+
+
 @pytest.mark.parametrize("on", ON)
 def test_wrong_assignment_is_refused(on: str) -> None:
     array = vmmfd.zeros((2, 3), backend=on)
     for index, value, kind in (((0, 3), 1, IndexError), (0, [1, 2], ValueError), (0, "x", ValueError), (0, object(), TypeError)):
         with pytest.raises(kind):
             array[index] = value
+    if int(np.__version__.split(".")[0]) >= 2:
+        with pytest.raises(OverflowError):
+            vmmfd.zeros(3, "uint8", backend=on).fill(300)
 
 
 def test_read_only_memory_is_not_filled(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.ones(3)})
     with broker.get(name) as lease:
         for array in (lease["x"], lease["x"].writable(never_written=True)):
-            with pytest.raises(vmmfd.Error, match="read-only"):
+            with pytest.raises(vmmfd.Invalid, match="read-only"):
                 array.fill(2)
-            with pytest.raises(vmmfd.Error, match="read-only"):
+            with pytest.raises(vmmfd.Invalid, match="read-only"):
+                array.copy_from(np.zeros(3))
+            with pytest.raises(vmmfd.Invalid, match="read-only"):
                 array[0] = 2
     with broker.get(name, copy_on_write=True) as lease:
         lease["x"][:2] = 5
@@ -400,6 +411,9 @@ def test_reshape_is_a_view() -> None:
         array.T.reshape(24)
     with pytest.raises(TypeError):
         array.reshape(1.5)  # type: ignore[arg-type]
+    for other in (True, (24, True), [True], b"3"):
+        with pytest.raises(TypeError, match="is neither a shape nor axes"):
+            array.reshape(other)  # type: ignore[arg-type]
 
 
 def test_empty_has_numpys_default_type() -> None:

@@ -157,15 +157,21 @@ def test_interface_with_data_in_buffer() -> None:
         {"data": [1, 2]},
         {"data": (0, True)},
         {"mask": np.zeros(3, bool)},
+        {"shape": (-1,)},
+        {"shape": (1 << 70,)},
+        {"strides": (1 << 70,)},
+        {"data": bytes(12), "offset": -1},
     ],
     ids=str,
 )
-def test_invalid_interface_is_refused(changes: dict[str, Any]) -> None:
+def test_invalid_interface_is_refused(broker: vmmfd.Broker, name: str, changes: dict[str, Any]) -> None:
     numbers = np.arange(3, dtype="i4")
     # Unchanged, it is accepted.
     assert vmmfd.asarray(Interface(numbers), backend="host").dtype == "int32"
     with pytest.raises(vmmfd.Invalid):
         vmmfd.asarray(Interface(numbers, **changes), backend="host")
+    with pytest.raises(vmmfd.Invalid):
+        broker.put(name, {"x": Interface(numbers, **changes)})
 
 
 @pytest.mark.parametrize("kind", [ctypes.c_int8, ctypes.c_uint16, ctypes.c_int, ctypes.c_size_t, ctypes.c_float, ctypes.c_double, ctypes.c_bool])
@@ -206,7 +212,7 @@ def test_dtype_is_str_and_equals_numpy() -> None:
 def test_dtype_from_any_type() -> None:
     assert vmmfd.DType(np.float16) == vmmfd.DType("half") == "float16"
     assert vmmfd.DType(">i2") == ">i2" == np.dtype(">i2")
-    assert vmmfd.DType(np.longlong) == "int64"
+    assert vmmfd.DType(np.longlong) == "int64" and vmmfd.DType(float) == "float64" == np.dtype(float) and vmmfd.DType(bool) == "bool"
     for none, kind in ((None, TypeError), (4, TypeError), ("int4", vmmfd.Invalid), (np.dtype("O"), vmmfd.Invalid)):
         with pytest.raises(kind, match="dtype="):
             vmmfd.DType(none)

@@ -50,7 +50,7 @@ if pid == 0:
     assert refused == 19, refused
     assert not lease.is_held and not lease.is_closed
     # Calls that need neither the broker nor the memory work.
-    assert "not usable here" in repr(lease) and "not usable here" in repr(prepared) and broker.path in repr(broker) and repr(claim)
+    assert "not usable here" in repr(lease) and "not usable here" in repr(prepared) and "not usable here" in repr(watch) and broker.path in repr(broker) and repr(claim)
     assert (array.shape, array.dtype, array.readonly, array[1:].ndim) and "vmmfd.Array" in repr(array)
     lease.close(); prepared.close(); watch.close(); claim.close(); broker.close()
     del lease, array, prepared, watch, claim, broker

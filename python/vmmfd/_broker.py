@@ -271,7 +271,7 @@ class Broker(Gets):
         if not isinstance(after, str):
             raise TypeError(f"after={_arguments.shown(after)} has type {type(after).__name__}: give a Watch.place")
         instance, _, seq = after.rpartition(":")
-        if not instance or not seq.isdecimal() or len(seq) > 20:
+        if not instance or not (seq.isascii() and seq.isdecimal()) or len(seq) > 20:
             raise Invalid(f"after={after!r} is not a place: give a Watch.place, INSTANCE:NUMBER")
         # The broker treats a place ahead of it as its newest one.
         newest = self._native.watch(prefix, None)

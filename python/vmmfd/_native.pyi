@@ -180,12 +180,12 @@ class Array:
         """Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
 
         Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
-        shape or type, and for a copy between a GPU and the host; `PermissionDenied` or `Error` if it is read-only."""
+        shape or type, for a copy between a GPU and the host, and if it is read-only."""
 
     def fill(self, value: Any) -> None:
         """Sets all elements to `value`, converted as NumPy does. Blocks. A GPU gets a copy of an array of this size that is filled in host
-        memory. Raises `ImportError` without NumPy, or without ml_dtypes for its types; `PermissionDenied` or `Error` if the array is
-        read-only; NumPy's `TypeError` and `ValueError` for a value that does not convert; and as `copy_from`."""
+        memory. Raises `Invalid` if the array is read-only; `ImportError` without NumPy, or without ml_dtypes for its types; NumPy's
+        `TypeError`, `ValueError` and `OverflowError` for a value that does not convert; and as `copy_from`."""
 
     def copy(self) -> Array:
         """Returns a contiguous copy in new shared memory of the same device, writable. Blocks, with the GIL released. Raises as `empty`."""
@@ -236,6 +236,9 @@ class Array:
     def __buffer__(self, flags: int, /) -> memoryview:
         """The buffer protocol, on the host backend. Raises `BufferError` on a GPU, for a writable view of read-only memory, and for element
         types without a format."""
+
+    def __copy__(self) -> Any:
+        """Raises `TypeError`: whether the copy would share the memory is not clear."""
 
     def __reduce__(self) -> Any:
         """Raises `TypeError`: memory can't be pickled."""

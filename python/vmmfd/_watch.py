@@ -92,4 +92,9 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
         self._native.close()
 
     def __repr__(self) -> str:
-        return f"<vmmfd.Watch{': closed' if self.is_closed else f' at {self.place}'}>"
+        if self.is_closed:
+            return "<vmmfd.Watch: closed>"
+        try:
+            return f"<vmmfd.Watch at {self.place}>"
+        except Invalid:
+            return "<vmmfd.Watch: not usable here>"
