@@ -316,6 +316,13 @@ static void *wait_for_ever(void *broker) {
     return NULL;
 }
 
+static void *prepare_for_ever(void *lease) {
+    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .newer_than = 99, .wait_ms = VMMFD_FOREVER};
+    vmmfd_prepared_t *prepared;
+    FAILS(VMMFD_INTERRUPTED, vmmfd_lease_prepare(lease, &options, &prepared));
+    return NULL;
+}
+
 /* Returns the code with which a wait for an event ends. */
 static void *wait_for_event(void *watch) {
     vmmfd_event_t event = {.struct_size = sizeof event};
@@ -414,16 +421,31 @@ static void test_requests_beside_wait(void) {
     vmmfd_broker_free(broker);
 }
 
-static void test_stop(void) {
+/* An interrupted wait ends no lease of its connection. */
+static void test_stop(const vmmfd_device_t *device) {
     vmmfd_broker_t *broker;
+    vmmfd_lease_t *lease;
+    vmmfd_lease_info_t *info;
     pthread_t thread;
+    char name[64];
+    snprintf(name, sizeof name, "every/held-%d", (int)getpid());
     CHECK(vmmfd_broker_connect(place, NULL, &broker));
-    EXPECT(pthread_create(&thread, NULL, wait_for_ever, broker) == 0);
-    /* Until the other thread waits. */
-    struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
-    do
-        CHECK(vmmfd_broker_interrupt(broker));
-    while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
+    EXPECT(put(broker, device, name, 0, NULL) == 1);
+    CHECK(vmmfd_broker_get(broker, device, name, NULL, &lease));
+    for (int prepares = 0; prepares < 2; prepares++) {
+        void *(*wait)(void *) = prepares ? prepare_for_ever : wait_for_ever;
+        EXPECT(pthread_create(&thread, NULL, wait, prepares ? (void *)lease : (void *)broker) == 0);
+        /* Until the other thread waits. */
+        struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
+        do
+            CHECK(vmmfd_broker_interrupt(broker));
+        while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
+        CHECK(vmmfd_lease_info(lease, &info));
+        EXPECT(info->held);
+        vmmfd_lease_info_free(info);
+    }
+    CHECK(vmmfd_broker_delete(broker, name));
+    vmmfd_lease_free(lease);
     vmmfd_broker_free(broker);
 }
 
@@ -478,7 +500,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     FAILS(VMMFD_NOT_FOUND, vmmfd_broker_delete(broker, name));
     test_arguments(broker, device);
     test_parts(broker, device, name);
-    test_stop();
+    test_stop(device);
     test_interrupted_watch();
     test_freed_watch();
     test_stopped_start();
