@@ -212,6 +212,12 @@ def test_one_claimant_gets_the_claim(broker: vmmfd.Broker, name: str) -> None:
     waiting.start()
     time.sleep(0.1)
     assert not got
+    for nothing in ({}, {"wait": 0}):
+        with pytest.raises(vmmfd.NotFound, match=f"no object `{name}`, and pid [0-9]+ of uid [0-9]+ has claimed it\nwait longer") as refused:
+            broker.claim(name, **nothing)
+        assert refused.value.kind == "object"
+    with pytest.raises(vmmfd.Timeout, match="has claimed it: waited"):
+        broker.claim(name, wait=0.01)
     assert claim.put({"x": floats(1)}).version == 1
     waiting.join(30)
     assert isinstance(got[0], vmmfd.Lease) and claim.is_closed

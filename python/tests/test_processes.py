@@ -68,7 +68,7 @@ lease.switch(prepared).close()
 assert watch.next(5) is not None
 try:
     broker.claim("claimed", wait=0)
-except vmmfd.Timeout:
+except vmmfd.NotFound:
     say("all is there")
 """,
         server.path,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import _arguments, _native
 from . import _types as t
-from ._errors import Invalid, NoArray
+from ._errors import Invalid, NoArray, NotFound, Timeout
 from ._gets import Gets
 from ._lease import Claim, Lease
 from ._watch import Watch
@@ -220,9 +220,18 @@ class Broker(Gets):
 
         If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait` in
         seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the
-        version with this `group`. The other arguments are as for `get`. Raises as `get`.
+        version with this `group`. The other arguments are as for `get`. Raises as `get`, so `NotFound` if another process has the claim and
+        `wait` is 0.
         """
-        found = self._native.claim(name, part, group, _arguments.options(options, "version", "newer_than"))
+        given = _arguments.options(options, "version", "newer_than")
+        try:
+            found = self._native.claim(name, part, group, given)
+        except Timeout as error:
+            if _arguments.seconds(given["wait"] or 0) > 0:
+                raise
+            # The broker waits for claims, here for no time.
+            text = str(error).removesuffix(": waited 0 ms")
+            raise NotFound(text, kind="object", hint=error.hint) from None
         return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
 
     async def claim_async(
