@@ -169,7 +169,10 @@ impl Settings {
             "FAKECUDA_PERSISTENCE" => switch(value).map(|on| self.persistence = on),
             "FAKECUDA_RDMA" => switch(value).map(|on| self.rdma = on),
             "FAKECUDA_EVENTS_FAIL" => switch(value).map(|on| self.events_fail = on),
-            "FAKECUDA_CHECKPOINTS" => Some(self.checkpoints = Some(value.into())),
+            "FAKECUDA_CHECKPOINTS" => {
+                self.checkpoints = Some(value.into());
+                Some(())
+            }
             "FAKECUDA_LOG" => {
                 let log = OpenOptions::new().create(true).append(true).open(value).ok();
                 log.map(|log| self.log = Some(log))
