@@ -191,7 +191,7 @@ assert len(broker.who("there").leases) == 1, broker.who()
 # No interrupted wait used the claim's connection.
 try:
     broker.claim("mine", wait=0)
-except vmmfd.Timeout:
+except vmmfd.NotFound:
     say("the claim is held")
 """,
         server.path,

@@ -28,7 +28,8 @@ impl Theirs {
     fn new(subject: &Subject, units: u64) -> Self {
         let (device, unit) = (subject.device(), subject.unit());
         let allocations: Vec<_> = (0..units).map(|_| Allocation::create(&device, unit).unwrap()).collect();
-        let reservation = Reservation::new(&device, units * unit).unwrap();
+        // Behind the mapping, nothing of another test is mapped.
+        let reservation = Reservation::new(&device, (units + 1) * unit).unwrap();
         let mapping = Mapping::side_by_side(&reservation, 0, &allocations, &device, ReadWrite).unwrap();
         Self { allocations, mapping }
     }
