@@ -52,8 +52,15 @@ def script(page: str) -> str:
             code = [f"cat >{block.mark.removeprefix('file: ')} <<'END OF FILE'", *code, "END OF FILE"]
             lines[block.line - 1 : block.line - 1 + len(code)] = code
         elif block.language == "sh" and not block.mark:
-            lines[block.line : block.line + len(code)] = code
+            lines[block.line : block.line + len(code)] = map(_awaited, code)
     return "\n".join(lines) + "\n"
+
+
+def _awaited(line: str) -> str:
+    """A line that starts a broker at the default path, with a wait until it listens: a client waits only a second, and a busy machine takes
+    longer."""
+    starts = line.startswith("vmmfd serve") and line.endswith(" &") and "--socket" not in line
+    return f"{line} until vmmfd status >/dev/null 2>&1; do sleep 0.1; done" if starts else line
 
 
 def has_commands(page: str) -> bool:
