@@ -22,7 +22,7 @@ pub use crate::driver::{
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
-    ties::Ties,
+    ties::TieCounts,
     types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,
     window::{PageLocked, Window},
@@ -36,7 +36,11 @@ use crate::{
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
-    broker::{MIN_FILE_LIMIT, notify::notify, server::limits::TimeLimits},
+    broker::{
+        MIN_FILE_LIMIT,
+        notify::notify,
+        server::{command_of, limits::TimeLimits},
+    },
     channel::{
         cancel::{deadline_after, eventfd},
         connect::connect_socket,

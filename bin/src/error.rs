@@ -4,7 +4,7 @@ use std::{borrow::Cow, path::PathBuf, time::Duration};
 
 use vmmfd::{
     error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError},
-    internals::Ties,
+    internals::{TieCounts, units::count},
 };
 
 /// An error of the tools, stored in [`Error::Caller`].
@@ -38,7 +38,7 @@ pub enum ToolError {
 
     /// A process can't be restored after a checkpoint.
     #[error("process {pid} ({command}) can't be restored later: it {}", tied(*ties))]
-    Tied { pid: u32, command: String, ties: Ties },
+    Tied { pid: u32, command: String, ties: TieCounts },
 
     /// A child process failed, died or hangs.
     #[error("{process} {message}")]
@@ -52,7 +52,7 @@ pub enum ToolError {
     },
 }
 
-fn tied(Ties { imported, own }: Ties) -> String {
+fn tied(TieCounts { imported, own }: TieCounts) -> String {
     let mut parts = Vec::new();
     if imported > 0 {
         parts.push(format!("has mapped {} of other processes", count(imported, "allocation")));
@@ -61,10 +61,6 @@ fn tied(Ties { imported, own }: Ties) -> String {
         parts.push(format!("has mapped {} of its own for others", count(own, "allocation")));
     }
     parts.join(", and ")
-}
-
-fn count(number: u64, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 impl ToolError {

@@ -4,75 +4,146 @@
 //! private copy. Only the process knows, and it may be stopped or busy, so it publishes two numbers in a memfd that its user can read by
 //! `/proc/PID/fd`.
 
+#![allow(unsafe_code)]
+
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::FileExt,
+    mem::size_of,
+    num::NonZeroUsize,
+    os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
     process,
-    sync::Mutex,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use nix::{
+    fcntl::SealFlag,
+    sys::mman::{MapFlags, ProtFlags, mmap, munmap},
+    unistd::ftruncate,
 };
 
 use crate::{
     error::{Error, Result},
-    sys::{lock, memfd},
+    sys::{fork::ProcessIdentity, memfd},
 };
 
 /// The name of the memfd in `/proc/PID/fd`.
 const LINK: &str = "/memfd:vmmfd-ties";
 
-/// The file's length: the process's number, the two counts of ties, and the count of checkpoints, each in 8 bytes.
-const BYTES: usize = 32;
+/// The content of the memfd. Each number has 8 bytes.
+#[repr(C)]
+struct Numbers {
+    /// The process, in its own PID namespace.
+    pid: AtomicU64,
+    imported: AtomicU64,
+    own: AtomicU64,
+    /// How many checkpoints of the process were made. The program that makes a checkpoint writes it.
+    checkpoints: AtomicU64,
+}
 
-/// The offset of the count of checkpoints. The program that makes a checkpoint writes it.
+const IMPORTED: u64 = 8;
+const OWN: u64 = 16;
 const CHECKPOINTS: u64 = 24;
 
-/// What ties a process to others, counted in mappings and buffers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Ties {
-    /// Memory of other processes that is mapped here: no restore is possible.
-    pub imported: u64,
-    /// Memory that this process allocated to share: after a restore, others would not see its writes.
-    pub own: u64,
-}
+const _: () = assert!(size_of::<Numbers>() == 32);
 
-/// The published numbers of this process.
+/// The counts of a process, published for programs that want to checkpoint it.
 #[derive(Debug)]
-pub(super) struct Published {
-    file: File,
-    last: Mutex<Ties>,
+pub(super) struct Ties {
+    numbers: NonNull<Numbers>,
+    made_by: ProcessIdentity,
+    /// Other programs find it in `/proc/PID/fd`.
+    _file: OwnedFd,
 }
 
-impl Published {
-    /// Creates the file.
+// SAFETY: the page stays mapped as long as the value, and all access is atomic.
+unsafe impl Send for Ties {}
+// SAFETY: as above.
+unsafe impl Sync for Ties {}
+
+impl Ties {
+    const LENGTH: NonZeroUsize = NonZeroUsize::new(size_of::<Numbers>()).unwrap();
+
+    /// Publishes that there are no ties yet.
     ///
     /// # Errors
-    /// [`Error::System`]. See memfd_create(2).
-    pub(super) fn new() -> Result<Self> {
-        let file = File::from(memfd::empty(c"vmmfd-ties").map_err(|errno| Error::system("create a memfd", errno))?);
-        file.write_all_at(&[0; BYTES], 0).map_err(|error| Error::system("write to a memfd", error))?;
-        Ok(Self { file, last: Mutex::default() })
+    /// [`Error::System`]. See memfd_create(2), mmap(2).
+    pub(super) fn publish() -> Result<Self> {
+        let make = || -> nix::Result<Self> {
+            let file = memfd::empty(c"vmmfd-ties")?;
+            ftruncate(&file, Self::LENGTH.get() as i64)?;
+            // Access to a page that another program has cut off would be a fault.
+            memfd::add_seals(&file, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)?;
+            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            // SAFETY: the kernel chooses the address, so the mapping replaces no other.
+            let page = unsafe { mmap(None, Self::LENGTH, protection, MapFlags::MAP_SHARED, &file, 0) }?;
+            Ok(Self { numbers: page.cast(), made_by: ProcessIdentity::current(), _file: file })
+        };
+        let ties = make().map_err(|errno| Error::system("create a memfd for the counts of shared memory", errno))?;
+        ties.numbers().pid.store(process::id().into(), Ordering::Release);
+        Ok(ties)
+    }
+
+    fn numbers(&self) -> &Numbers {
+        // SAFETY: the page is mapped and aligned, and zero is valid for all numbers. Other processes only change them.
+        unsafe { self.numbers.as_ref() }
+    }
+
+    fn count(&self, imported: bool) -> &AtomicU64 {
+        if imported { &self.numbers().imported } else { &self.numbers().own }
     }
 
     /// How many checkpoints of this process were made.
     pub(super) fn checkpoints(&self) -> u64 {
-        number_at(&self.file, CHECKPOINTS).unwrap_or_default()
+        self.numbers().checkpoints.load(Ordering::Acquire)
     }
+}
 
-    /// Publishes new numbers. A write to pages that exist does not fail.
-    pub(super) fn set(&self, ties: Ties) {
-        let mut last = lock(&self.last);
-        if *last != ties {
-            *last = ties;
-            let numbers = [u64::from(process::id()), ties.imported, ties.own];
-            if let Err(error) = self.file.write_all_at(numbers.map(u64::to_ne_bytes).as_flattened(), 0) {
-                tracing::error!(%error, "cannot publish the shared memory: do not checkpoint this process");
-            }
+impl Drop for Ties {
+    fn drop(&mut self) {
+        // SAFETY: `publish` mapped it, and nothing refers to it any more.
+        let _ = unsafe { munmap(self.numbers.cast(), Self::LENGTH.get()) };
+    }
+}
+
+/// A counted mapping or buffer, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Tie {
+    ties: Arc<Ties>,
+    imported: bool,
+}
+
+impl Tie {
+    pub(super) fn new(ties: &Arc<Ties>, imported: bool) -> Self {
+        ties.count(imported).fetch_add(1, Ordering::AcqRel);
+        Self { ties: Arc::clone(ties), imported }
+    }
+}
+
+impl Drop for Tie {
+    fn drop(&mut self) {
+        // A fork has the page too, and none of the memory.
+        if self.ties.made_by.is_current() {
+            self.ties.count(self.imported).fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
 
-impl Ties {
+/// What ties a process to others, counted in mappings and buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TieCounts {
+    /// Memory of other processes that is mapped there: no restore is possible.
+    pub imported: u64,
+    /// Memory that the process allocated to share: after a restore, others would not see its writes.
+    pub own: u64,
+}
+
+impl TieCounts {
     /// The ties of another process, summed over all copies of the library that it has loaded. Zero if it has none.
     ///
     /// # Errors
@@ -80,8 +151,8 @@ impl Ties {
     pub fn of(pid: u32) -> io::Result<Self> {
         let mut ties = Self::default();
         for file in files(pid, false)? {
-            ties.imported = ties.imported.saturating_add(number_at(&file, 8)?);
-            ties.own = ties.own.saturating_add(number_at(&file, 16)?);
+            ties.imported = ties.imported.saturating_add(number_at(&file, IMPORTED)?);
+            ties.own = ties.own.saturating_add(number_at(&file, OWN)?);
         }
         Ok(ties)
     }
@@ -89,7 +160,7 @@ impl Ties {
     /// Tells another process that a checkpoint of it is made: its own memory will be a copy, which it must not share any more.
     ///
     /// # Errors
-    /// As [`Ties::of`].
+    /// As [`TieCounts::of`].
     pub fn announce_checkpoint(pid: u32) -> io::Result<()> {
         for file in files(pid, true)? {
             let count = number_at(&file, CHECKPOINTS)?.wrapping_add(1);

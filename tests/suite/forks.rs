@@ -1,14 +1,15 @@
 //! Forks of a process whose threads are inside the library: each call in the child reports the fork or works, and none waits for a thread
 //! that the child does not have.
 
-#![allow(unsafe_code, reason = "unshare")]
+#![allow(unsafe_code, reason = "unshare, and values that a fork drops")]
 
 use std::{
     fs,
     io::{self, Read, Write},
+    mem::ManuallyDrop,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    process,
+    process, ptr,
     sync::Arc,
     thread,
     time::Duration,
@@ -65,6 +66,32 @@ fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: im
 
 fn is_forked<T>(answer: &vmmfd::Result<T>) -> bool {
     matches!(answer, Err(Error::Forked { .. }))
+}
+
+/// The counts are in a page that a fork shares with its parent.
+#[test]
+fn fork_leaves_its_parents_counts() {
+    let counts = || internals::TieCounts::of(process::id()).unwrap();
+    in_child(
+        "forks::fork_leaves_its_parents_counts",
+        |_| (),
+        || {
+            let (_fake, driver) = fake_driver();
+            let device = Device::find(&driver, Selector::default()).unwrap();
+            let memory = Shared::create(&device, Spec::vmm(MIB)).unwrap();
+            let all = ManuallyDrop::new((memory, device, driver));
+            assert_eq!((counts().imported, counts().own), (0, 1));
+            in_short_fork(|| {
+                // SAFETY: the fork drops its own copy of the values, once.
+                drop(unsafe { ptr::read(&*all) });
+                true
+            });
+            assert_eq!(counts().own, 1);
+            drop(ManuallyDrop::into_inner(all));
+            assert_eq!(counts().own, 0);
+            String::new()
+        },
+    );
 }
 
 #[test]

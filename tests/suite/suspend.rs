@@ -9,7 +9,7 @@ use serde_json::Value;
 use vmmfd::{
     Error,
     driver::Access::{ReadOnly, ReadWrite},
-    internals::Ties,
+    internals::TieCounts,
     memory::{Allocation, LegacyMemory, Mapping, Region, Shared, Spec},
 };
 
@@ -49,26 +49,26 @@ fn suspends(subject: Subject, place: Meeting) -> String {
         let arguments = [&[verb, &pid][..], options].concat();
         vmmfd(&place, &arguments).env("FAKECUDA_CHECKPOINTS", &states)
     };
-    let refused = |ties: Ties, words: &str| {
-        assert_eq!(Ties::of(process::id()).unwrap(), ties);
+    let refused = |ties: TieCounts, words: &str| {
+        assert_eq!(TieCounts::of(process::id()).unwrap(), ties);
         run("suspend", &[]).end().code(1).says(words).says("park or close its leases");
     };
     let kept = LegacyMemory::allocate(&device, 1000).unwrap();
-    refused(Ties { imported: 0, own: 1 }, "it has mapped 1 allocation of its own for others");
+    refused(TieCounts { imported: 0, own: 1 }, "it has mapped 1 allocation of its own for others");
     drop(kept);
     {
         let allocation = Allocation::create(&device, 1).unwrap();
         let fd = allocation.export().unwrap().try_clone_to_owned().unwrap();
         let imported = Allocation::import(&device, fd, allocation.size()).unwrap();
         let views = [ReadOnly, ReadOnly].map(|access| Mapping::new(&imported, access).unwrap());
-        refused(Ties { imported: 2, own: 0 }, "it has mapped 2 allocations of other processes");
+        refused(TieCounts { imported: 2, own: 0 }, "it has mapped 2 allocations of other processes");
         let _own = Mapping::new(&allocation, ReadWrite).unwrap();
-        refused(Ties { imported: 2, own: 1 }, "of other processes, and has mapped 1 allocation of its own");
+        refused(TieCounts { imported: 2, own: 1 }, "of other processes, and has mapped 1 allocation of its own");
         drop(views);
     }
     let shared = Shared::create(&device, Spec::vmm(1000)).unwrap();
     shared.copy_in(0, b"kept").unwrap();
-    refused(Ties { imported: 0, own: 1 }, "of its own for others");
+    refused(TieCounts { imported: 0, own: 1 }, "of its own for others");
     shared.describe().unwrap();
     run("suspend", &["--own-copies"]).end().code(0);
     run("resume", &[]).end().code(0);
@@ -81,7 +81,7 @@ fn suspends(subject: Subject, place: Meeting) -> String {
         );
     }
     drop(shared);
-    assert_eq!(Ties::of(process::id()).unwrap(), Ties::default());
+    assert_eq!(TieCounts::of(process::id()).unwrap(), TieCounts::default());
     subject.verbs.activate(0).unwrap();
     if subject.fake.is_some() {
         for call in ["Lock", "Checkpoint"] {

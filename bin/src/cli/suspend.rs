@@ -16,7 +16,7 @@ use vmmfd::{
     channel::Cancel,
     driver::{Backend, Choice, Driver, code, open},
     error::{Error, Result},
-    internals::{Checkpoints, ProcessState, Ties},
+    internals::{Checkpoints, ProcessState, TieCounts, command_of},
 };
 
 use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, leave_open, parse_timeout, report::Stamped};
@@ -206,7 +206,7 @@ impl<'a> Group<'a> {
             .and_then(|()| {
                 self.each(&running, |process| {
                     // Before it can run again.
-                    let announced = Ties::announce_checkpoint(process.pid);
+                    let announced = TieCounts::announce_checkpoint(process.pid);
                     announced.map_err(|error| Error::system("write to the process's memfd", error))?;
                     self.driver.checkpoint(process.pid)
                 })
@@ -245,7 +245,8 @@ impl<'a> Group<'a> {
         Err(with_hint(*pid, command, &format!("is still suspended{reason}"), resume_hint(*pid)))
     }
 
-    /// Runs a step for all processes at once. Returns the first error, once all steps have finished. Ignores the errors of processes that have exited.
+    /// Runs a step for all processes at once. Returns the first error, once all steps have finished. Ignores the errors of processes that have
+    /// exited.
     fn each(&self, processes: &[&Process], step: impl Fn(&Process) -> Result<()> + Sync) -> Result<()> {
         thread::scope(|scope| {
             let started: Vec<_> = processes.iter().map(|process| (process, scope.spawn(|| step(process)))).collect();
@@ -276,7 +277,7 @@ fn resume_hint(pid: u32) -> Option<String> {
 /// Refuses processes whose memory the driver can't restore.
 fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
     for Process { pid, command, .. } in processes {
-        let ties = Ties::of(*pid)
+        let ties = TieCounts::of(*pid)
             .map_err(|error| failed(*pid, command, &format!("can't be inspected: /proc/{pid}: {error}")))?;
         if ties.imported > 0 || ties.own > 0 && !own_copies {
             return Err(ToolError::Tied { pid: *pid, command: command.clone(), ties }.into());
@@ -303,7 +304,7 @@ fn exists(pid: u32) -> bool {
 
 /// The name of a process's program; empty if it does not exist.
 fn command(pid: u32) -> String {
-    read(&format!("/proc/{pid}/comm")).trim_end().to_owned()
+    i32::try_from(pid).ok().and_then(command_of).unwrap_or_default()
 }
 
 /// A file's text. The kernel cuts names in the middle of a character.

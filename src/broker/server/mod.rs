@@ -28,7 +28,7 @@ use std::{
 
 pub(crate) use self::state::inspect::inspect_and_classify;
 #[cfg(feature = "internals")]
-pub use self::state::room::MIN_FILE_LIMIT;
+pub use self::state::{caller::command_of, room::MIN_FILE_LIMIT};
 use self::{
     io::{
         admission::Admission,

@@ -1,25 +1,29 @@
 //! All addresses that the driver returned, so that no other address is ever copied, unmapped or freed.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use super::super::{Access, PoolHandle, cover, ties::Ties, window::View};
+use super::super::{
+    Access, PoolHandle, cover,
+    ties::{Tie, Ties},
+    window::View,
+};
 
 /// Reservations, mappings and other memory.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Addresses {
     /// Sizes by address.
     pub reserved: BTreeMap<u64, u64>,
     pub mapped: BTreeMap<u64, Mapped>,
     pub blocks: BTreeMap<u64, Block>,
     /// Counts the mappings and the blocks.
-    ties: Ties,
+    ties: Arc<Ties>,
 }
 
 #[derive(Debug)]
 pub(super) struct Mapped {
     pub size: u64,
-    /// Whether another process allocated it.
-    pub imported: bool,
+    /// Counts it.
+    pub _tie: Tie,
     /// The access of this machine's CPUs.
     pub host: Option<Access>,
     /// The access of each device, by ordinal.
@@ -35,6 +39,8 @@ pub(super) struct Block {
     pub source: Source,
     /// The number of times it was returned.
     pub count: usize,
+    /// Counts it.
+    _tie: Tie,
 }
 
 /// A block that is being returned to the driver.
@@ -75,16 +81,9 @@ impl Source {
 }
 
 impl Addresses {
-    /// Counts a mapping or a block that was added or removed. Returns the new counts.
-    pub(super) fn tie(&mut self, imported: bool, added: bool) -> Ties {
-        let count = if imported { &mut self.ties.imported } else { &mut self.ties.own };
-        *count = if added { *count + 1 } else { count.saturating_sub(1) };
-        self.ties
-    }
-
-    /// The counts of mappings and blocks.
-    pub(super) fn ties(&self) -> Ties {
-        self.ties
+    pub(super) fn new(ties: &Arc<Ties>) -> Self {
+        let (reserved, mapped, blocks) = Default::default();
+        Self { reserved, mapped, blocks, ties: Arc::clone(ties) }
     }
 
     /// Whether a range is inside one reservation.
@@ -147,11 +146,9 @@ impl Addresses {
 
     /// Adds a block, or increments its count.
     pub(super) fn add_block(&mut self, address: u64, size: u64, ordinal: i32, source: Source) {
-        let block = self.blocks.entry(address).or_insert(Block { size, ordinal, source, count: 0 });
-        block.count += 1;
-        if block.count == 1 {
-            self.tie(source.is_imported(), true);
-        }
+        let tie = || Tie::new(&self.ties, source.is_imported());
+        let block = || Block { size, ordinal, source, count: 0, _tie: tie() };
+        self.blocks.entry(address).or_insert_with(block).count += 1;
     }
 
     /// The block at exactly this address, if it was returned for this device with such a source.
@@ -183,9 +180,7 @@ impl Addresses {
         if let Some(block) = self.blocks.get_mut(&address) {
             block.count -= 1;
             if block.count == 0 {
-                let imported = block.source.is_imported();
                 self.blocks.remove(&address);
-                self.tie(imported, false);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Legacy handles with the CUDA driver.
 
 use super::{
-    super::{LegacyIpc, code, failure},
+    super::{LegacyIpc, code, failure, ties::Tie},
     Core,
     addresses::Source,
     ffi::Opaque,
@@ -19,16 +19,14 @@ impl LegacyIpc for Core {
             unsafe { self.functions.mem_alloc(&mut address, size as usize) }?;
             Ok(address)
         })?;
-        self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Allocated));
+        self.addresses_mut().add_block(address, size, ordinal, Source::Allocated);
         Ok(address)
     }
 
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuMemFree_v2";
         self.origin.check()?;
-        let released = self.change_addresses(|addresses| {
-            addresses.release_block(address, ordinal, |source| source == Source::Allocated)
-        });
+        let released = self.addresses_mut().release_block(address, ordinal, |source| source == Source::Allocated);
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         let free = || {
             self.allocate_and_free()?;
@@ -36,7 +34,7 @@ impl LegacyIpc for Core {
             unsafe { self.functions.mem_free(address) }
         };
         let freed = self.in_context(ordinal, || self.with_relaxed_capture(free));
-        freed.inspect_err(|_| self.change_addresses(|addresses| addresses.restore_block(&released)))
+        freed.inspect_err(|_| self.addresses_mut().restore_block(&released))
     }
 
     fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
@@ -56,7 +54,8 @@ impl LegacyIpc for Core {
 
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
         let _opening = self.opening();
-        let open = || {
+        let _announced = Tie::new(&self.ties, true);
+        self.in_context(ordinal, || {
             let mut address = 0;
             // SAFETY: the pointer is valid for one write. The driver checks the handle.
             unsafe { self.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
@@ -64,23 +63,21 @@ impl LegacyIpc for Core {
                 // SAFETY: it was just opened, and the driver counts openings. No other code knows this opening.
                 let _ = unsafe { self.functions.ipc_close_mem_handle(address) };
             })?;
-            self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Opened));
+            self.addresses_mut().add_block(address, size, ordinal, Source::Opened);
             Ok(address)
-        };
-        self.announced(|| self.in_context(ordinal, open))
+        })
     }
 
     fn close(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuIpcCloseMemHandle";
         self.origin.check()?;
         let _opening = self.opening();
-        let released = self
-            .change_addresses(|addresses| addresses.release_block(address, ordinal, |source| source == Source::Opened));
+        let released = self.addresses_mut().release_block(address, ordinal, |source| source == Source::Opened);
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         // SAFETY: according to the table, it is open. The driver counts openings and keeps the memory open until the last close; then no
         // copy is in progress or can start.
         let close = || unsafe { self.functions.ipc_close_mem_handle(address) };
         let closed = self.in_context(ordinal, || self.with_relaxed_capture(close));
-        closed.inspect_err(|_| self.change_addresses(|addresses| addresses.restore_block(&released)))
+        closed.inspect_err(|_| self.addresses_mut().restore_block(&released))
     }
 }

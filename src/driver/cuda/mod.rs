@@ -41,7 +41,7 @@ use self::{
 use super::EventHandle;
 use super::{
     Access, Handle, Identity, Location, PoolHandle, Properties, Verbs, code, failure, failure_with,
-    ties::Published,
+    ties::Ties,
     window::{PageLocker, Windows},
 };
 use crate::{
@@ -97,7 +97,7 @@ struct Core {
     /// Copies hold it for reading, so that nothing is unmapped or freed during a copy. Not held for writing during slow driver calls: all
     /// copies would wait.
     addresses: RwLock<Addresses>,
-    ties: Published,
+    ties: Arc<Ties>,
 }
 
 /// A handle that the driver returned.
@@ -168,7 +168,7 @@ impl CudaDriver {
             INITIALISED_BY.store(0, Ordering::Release);
         }
         let functions = initialised?;
-        let ties = Published::new()?;
+        let ties = Arc::new(Ties::publish()?);
         let driver = Self {
             core: Arc::new(Core {
                 functions,
@@ -180,7 +180,7 @@ impl CudaDriver {
                 events: RwLock::default(),
                 pools: RwLock::default(),
                 opening: Mutex::default(),
-                addresses: RwLock::default(),
+                addresses: RwLock::new(Addresses::new(&ties)),
                 ties,
             }),
             windows: Arc::default(),
@@ -312,22 +312,6 @@ impl Core {
     /// Locks the addresses to change them. Waits for copies in progress.
     fn addresses_mut(&self) -> RwLockWriteGuard<'_, Addresses> {
         self.addresses.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes the addresses, and publishes the new ties.
-    fn change_addresses<T>(&self, change: impl FnOnce(&mut Addresses) -> T) -> T {
-        let mut addresses = self.addresses_mut();
-        let changed = change(&mut addresses);
-        self.ties.set(addresses.ties());
-        changed
-    }
-
-    /// Runs a call that opens another process's memory, which is published before: a checkpoint may begin as soon as the call ends.
-    fn announced<T>(&self, open: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.change_addresses(|addresses| addresses.tie(true, true));
-        let opened = open();
-        self.change_addresses(|addresses| addresses.tie(true, false));
-        opened
     }
 
     /// The number of bytes from an address to the end of its allocation, whose context is current.

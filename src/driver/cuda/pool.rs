@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    super::{Location, PoolHandle, Pools, code, failure},
+    super::{Location, PoolHandle, Pools, code, failure, ties::Tie},
     Core, KnownPool, PoolTable,
     addresses::Source,
     adopt, close_on_exec,
@@ -118,7 +118,7 @@ impl Pools for Core {
                 // SAFETY: it was just allocated, and no other code knows its address.
                 let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
             })?;
-            self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Pooled(pool)));
+            self.addresses_mut().add_block(address, size, ordinal, Source::Pooled(pool));
             Ok(address)
         })
     }
@@ -127,8 +127,7 @@ impl Pools for Core {
         const CALL: &str = "cuMemFreeAsync";
         self.origin.check()?;
         let _opening = self.opening();
-        let released = self
-            .change_addresses(|addresses| addresses.release_block(address, ordinal, |source| source.pool().is_some()));
+        let released = self.addresses_mut().release_block(address, ordinal, |source| source.pool().is_some());
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         // The driver does not count imports of a pointer: in tests, freeing it once freed all.
         if !released.last {
@@ -137,7 +136,7 @@ impl Pools for Core {
         let free = || {
             // SAFETY: according to the table, it was taken and not freed. No copy is in progress or can start. Null is the default stream.
             let freed = unsafe { self.functions.mem_free_async(address, ptr::null_mut()) };
-            freed.inspect_err(|_| self.change_addresses(|addresses| addresses.restore_block(&released)))?;
+            freed.inspect_err(|_| self.addresses_mut().restore_block(&released))?;
             // The driver has freed it, even if the wait fails.
             // SAFETY: null is the default stream.
             unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
@@ -166,10 +165,11 @@ impl Pools for Core {
         if Self::is_created(&pools, pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        let import = || {
+        self.in_context(ordinal, || {
             let functions = &self.functions;
             // Locked during the call: another thread could otherwise free the address before it is counted.
             let _opening = self.opening();
+            let _announced = Tie::new(&self.ties, true);
             let mut address = 0;
             let mut data = Opaque(*data);
             // SAFETY: the pointers are valid for the call. The pool is alive. The driver checks the bytes.
@@ -181,10 +181,9 @@ impl Pools for Core {
                     let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
                 }
             })?;
-            self.change_addresses(|addresses| addresses.add_block(address, size, ordinal, Source::Imported(pool)));
+            self.addresses_mut().add_block(address, size, ordinal, Source::Imported(pool));
             Ok(address)
-        };
-        self.announced(|| self.in_context(ordinal, import))
+        })
     }
 }
 

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
-        Pools, Properties, Retained, Verbs, Window, code, failure, window::PageLocker,
+        Pools, Properties, Retained, Verbs, Window, code, failure, ties::Tie, window::PageLocker,
     },
     error::Result,
 };
@@ -167,12 +167,11 @@ unsafe impl Verbs for CudaDriver {
         let imported = held.get(&handle).is_some_and(|known| known.imported);
         let mut addresses = self.lock_own(CALL, address, size)?;
         tracing::debug!(address = format_args!("{address:#x}"), size, "{CALL}");
-        // Published before the call: a checkpoint may begin as soon as the call ends.
-        self.core.ties.set(addresses.tie(imported, true));
+        // Counted before the call: a checkpoint may begin as soon as the call ends.
+        let tie = Tie::new(&self.core.ties, imported);
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses mapped ranges.
-        let mapped = unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) };
-        mapped.inspect_err(|_| self.core.ties.set(addresses.tie(imported, false)))?;
-        addresses.mapped.insert(address, Mapped { size, imported, host: None, devices: BTreeMap::new() });
+        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
+        addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new(), _tie: tie });
         Ok(())
     }
 
@@ -193,17 +192,7 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(address = format_args!("{address:#x}"), size, "cuMemUnmap");
         // SAFETY: no pointers. No copy of this object is in progress, and the driver refuses partial unmapping.
         unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
-        let inside: Vec<u64> = addresses
-            .mapped
-            .range(address..)
-            .map(|(&start, _)| start)
-            .take_while(|start| start - address < size)
-            .collect();
-        for start in inside {
-            if let Some(mapped) = addresses.mapped.remove(&start) {
-                self.core.ties.set(addresses.tie(mapped.imported, false));
-            }
-        }
+        addresses.mapped.retain(|&start, _| start < address || start - address >= size);
         Ok(())
     }
 

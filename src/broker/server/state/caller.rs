@@ -138,8 +138,10 @@ fn mode_bits(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bo
 }
 
 /// The command of a process, if the process is visible in this PID namespace. Reads `/proc`, which does not block.
-pub(crate) fn command_of(pid: i32) -> Option<String> {
-    let mut command = (pid > 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()).flatten()?;
+pub fn command_of(pid: i32) -> Option<String> {
+    let command = (pid > 0).then(|| std::fs::read(format!("/proc/{pid}/comm")).ok()).flatten()?;
+    // The kernel cuts long names, perhaps in the middle of a character.
+    let mut command = String::from_utf8_lossy(&command).into_owned();
     crate::wire::clean(&mut command);
     Some(command.trim_end().to_owned())
 }
