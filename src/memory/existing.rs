@@ -50,24 +50,24 @@ impl Shared {
             found.retain(&range)?;
             wanted.push(range);
         }
-        let total: u64 = found.allocations.values().map(|allocation| allocation.size()).sum();
+        // The address and the offset of each allocation.
+        let mut places = Vec::with_capacity(found.allocations.len());
+        let mut total = 0;
+        for (&start, allocation) in &found.allocations {
+            places.push((start, total));
+            total += allocation.size();
+        }
         let exposed = total - union(&wanted);
         if exposed > 0 && neighbours == Neighbours::Refuse {
             return Err(Error::Memory(MemoryError::Neighbours { size: total - exposed, exposed }));
         }
-        let starts: Vec<u64> = found.allocations.keys().copied().collect();
-        let allocations: Vec<Arc<Allocation>> = found.allocations.into_values().collect();
-        let mut offsets = Vec::with_capacity(wanted.len());
-        for range in wanted {
-            let before = starts.partition_point(|&start| start <= range.start);
-            offsets.push(match before.checked_sub(1) {
-                Some(at) if !range.is_empty() => {
-                    let earlier: u64 = allocations[..at].iter().map(|allocation| allocation.size()).sum();
-                    earlier + (range.start - starts[at])
-                }
-                _ => 0,
-            });
-        }
+        let offset = |range: &Range<u64>| {
+            let after = places.partition_point(|&(start, _)| start <= range.start);
+            let place = after.checked_sub(1).filter(|_| !range.is_empty());
+            place.map_or(0, |at| places[at].1 + (range.start - places[at].0))
+        };
+        let offsets = wanted.iter().map(offset).collect();
+        let allocations = found.allocations.into_values().collect();
         Ok((Self::read_only(device, Chunks::existing(device, allocations)?), offsets))
     }
 }
