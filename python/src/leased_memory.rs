@@ -119,7 +119,7 @@ impl Leased {
 
     /// Reads the object, with the GIL released.
     pub(crate) fn read<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> T {
-        py.detach(|| look(&self.object().0))
+        py.detach(|| self.read_detached(look))
     }
 
     /// As [`Leased::read`], where the GIL is released already.

@@ -56,8 +56,12 @@ pub struct RecallHolder {
 impl Recall {
     /// Whether no process has a lease any more.
     pub fn is_complete(&self) -> bool {
-        self.holders.iter().all(|holder| holder.acknowledged)
+        are_gone(&self.holders)
     }
+}
+
+fn are_gone(holders: &[RecallHolder]) -> bool {
+    holders.iter().all(|holder| holder.acknowledged)
 }
 
 impl Client {
@@ -117,7 +121,7 @@ impl Client {
         let mut repeat_at = deadline_after(repeat);
         loop {
             self.update(&mut holders, prefix, ids)?;
-            if holders.iter().all(|holder: &RecallHolder| holder.acknowledged) || Instant::now() >= deadline {
+            if are_gone(&holders) || Instant::now() >= deadline {
                 break;
             }
             let event = watch.next(deadline.min(repeat_at).saturating_duration_since(Instant::now()))?;
@@ -139,7 +143,7 @@ impl Client {
         let known = known.map(|known| (known.name, known.version));
         let leased = holders.iter().map(|holder| (holder.lease.name.clone(), holder.lease.version));
         let kept = self.keeps(known.into_iter().chain(leased).collect(), ids)?;
-        Ok(Recall { free: !kept && holders.iter().all(|holder| holder.acknowledged), kept, holders })
+        Ok(Recall { free: !kept && are_gone(&holders), kept, holders })
     }
 
     /// Notes which leases are left. A restart of the server changes their numbers.

@@ -87,10 +87,9 @@ fn leases_move_from_a_stuck_connection() {
     assert!(reader.leases[0].is_held() && reader.notices.try_recv().is_err());
 }
 
-#[test]
-fn paused_wait_follows_to_the_next_connection() {
-    let (broker, interrupted) = (Scripted::new(), Interrupted::default());
-    let reader = Reader::with(&broker, &Subject::host(), 1, true, interrupted.config());
+/// A reader with a lease and two waits: the first one is paused for the second one, which is then interrupted. Returns the first one's call.
+fn interrupted_after_pause(broker: &Scripted, interrupted: &Interrupted) -> (Reader, JoinHandle<vmmfd::Result<()>>) {
+    let reader = Reader::with(broker, &Subject::host(), 1, true, interrupted.config());
     let first = Interrupted::wait(&reader.client, 1);
     expect_get(&reader.peer, 1);
     let second = Interrupted::wait(&reader.client, 2);
@@ -98,6 +97,13 @@ fn paused_wait_follows_to_the_next_connection() {
     reader.peer.refuse(RefusalCode::Stopped);
     expect_get(&reader.peer, 2);
     interrupted.interrupt(2, second);
+    (reader, first)
+}
+
+#[test]
+fn paused_wait_follows_to_the_next_connection() {
+    let (broker, interrupted) = (Scripted::new(), Interrupted::default());
+    let (reader, first) = interrupted_after_pause(&broker, &interrupted);
     let other = resuming(&broker, &mut Vec::new()).unwrap();
     other.take_up(FIRST, &[], false);
     expect_get(&other, 1);
@@ -115,14 +121,7 @@ fn interrupted_resume_ends_no_lease() {
 /// Returns false if the background thread was faster than the call, whose resume is to be interrupted.
 fn second_interrupt_ends_no_lease() -> bool {
     let (broker, interrupted) = (Scripted::new(), Interrupted::default());
-    let reader = Reader::with(&broker, &Subject::host(), 1, true, interrupted.config());
-    let first = Interrupted::wait(&reader.client, 1);
-    expect_get(&reader.peer, 1);
-    let second = Interrupted::wait(&reader.client, 2);
-    expect_stop(&reader.peer);
-    reader.peer.refuse(RefusalCode::Stopped);
-    expect_get(&reader.peer, 2);
-    interrupted.interrupt(2, second);
+    let (reader, first) = interrupted_after_pause(&broker, &interrupted);
     let mut attempts = Vec::new();
     let other = resuming(&broker, &mut attempts).unwrap();
     assert_eq!(other.resume().leases, [token(1)]);

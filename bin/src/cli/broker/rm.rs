@@ -33,8 +33,7 @@ use crate::{
 /// Deletes objects
 ///
 /// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. --recall asks
-/// the readers to end them. With several
-/// names, each deletion is tried, and the exit code names the first failure.
+/// the readers to end them. With several names, each deletion is tried, and the exit code names the first failure.
 ///
 /// A prefix is deleted in two steps: --dry-run lists the objects and prints the command that deletes them, with a code in --confirm. If an
 /// object was replaced, deleted or added in between, nothing is deleted.

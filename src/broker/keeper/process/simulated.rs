@@ -107,7 +107,7 @@ impl KeeperProcess {
 
     /// Closes the server's connection without reading the rest.
     pub(in crate::broker) fn drop_unread(&mut self) {
-        self.server = None;
+        self.close_server();
     }
 
     /// Closes the server's connection, after the last message.
