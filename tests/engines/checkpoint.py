@@ -1,4 +1,4 @@
-"""Writes the checkpoint of a Llama with random weights and a tokenizer: checkpoint.py FOLDER SIZE KIND.
+"""Writes the checkpoint of a Llama with random weights and a tokenizer: checkpoint.py FOLDER SIZE KIND [SEED].
 
 SIZE is `tiny`, `small` (938 MiB) or `large` (8.4 GB). KIND is `plain` (bfloat16), `block-fp8` (one scale for each 128 x 128 block, in
 vLLM's own format), or `compressed-fp8` (compressed-tensors: vLLM does not declare that this format takes processed weights).
@@ -119,4 +119,4 @@ def write(folder, size, kind, seed=0):
 
 
 if __name__ == "__main__":
-    print(write(*sys.argv[1:4]), "bytes of weights")
+    print(write(*sys.argv[1:4], *map(int, sys.argv[4:5])), "bytes of weights")

@@ -211,17 +211,21 @@ class Engine(Process):
 class Server(Process):
     """`vllm serve`."""
 
-    def __init__(self, lab, name, model, extra, mode=0):
+    def __init__(self, lab, name, model, extra, mode=0, environment=None, **more):
         self.port = free_port()
         self.model = str(model)
         options = []
-        for key, value in OPTIONS.items():
+        for key, value in (OPTIONS | more).items():
             flag = "--" + key.replace("_", "-")
-            options += [flag.replace("--enable", "--no-enable")] if value is False else [flag, str(value)]
+            if isinstance(value, bool):
+                options += [flag if value else flag.replace("--enable", "--no-enable")]
+            else:
+                options += [flag, str(value)]
         super().__init__(lab, name, [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", self.port,
             "--load-format", "vmmfd", "--model-loader-extra-config", json.dumps(extra),
-            "--compilation-config", json.dumps(compilation(mode)), *options], ENGINES_TRACE=str(lab.folder / f"{name}.trace"))
+            "--compilation-config", json.dumps(compilation(mode)), *options], ENGINES_TRACE=str(lab.folder / f"{name}.trace"),
+            **(environment or {}))
 
     def ready(self, seconds=240):
         self.wait_for("answer to /health", lambda: healthy(self.port), seconds)
@@ -301,16 +305,20 @@ class Lab:
         self.memory = Memory()
 
     def checkpoints(self, *wanted):
-        """Returns the folders of checkpoints, each with a size and kind. Writes missing ones, all at once. A killed run may have left a
-        folder without weights."""
-        folders = [self.models / f"{size}-{kind}" for size, kind in wanted]
-        writing = [Process(self, f"write-{folder.name}", [sys.executable, HERE / "checkpoint.py", folder, size, kind])
-                   for folder, (size, kind) in zip(folders, wanted)
+        """Returns the folders of checkpoints, each with a size, a kind and perhaps a seed. Writes missing ones, all at once. A killed run may
+        have left a folder without weights."""
+        folders = [self.models / "-".join(map(str, each)) for each in wanted]
+        writing = [Process(self, f"write-{folder.name}", [sys.executable, HERE / "checkpoint.py", folder, *each])
+                   for folder, each in zip(folders, wanted)
                    if not (folder / "config.json").exists() or not list(folder.glob("*.safetensors"))]
         for process in writing:
             process.wait_for("checkpoint", lambda process=process: process.child.poll() == 0, 120)
             process.end()
         return folders
+
+    def weights(self, broker):
+        """Returns the bytes that a broker holds on the GPU."""
+        return sum(device["bytes"] for each in broker.ask("ls")["objects"] for device in each["devices"])
 
     def engine(self, name, model, broker=None, **options):
         """Starts an engine. With a broker its load format is vmmfd; `extra` adds fields to its extra config."""

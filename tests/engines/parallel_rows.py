@@ -1,10 +1,11 @@
-"""The rows of the group `parallel`: an engine whose ranks use all GPUs, its updates, its sleep, and failures of one rank."""
+"""The rows of the groups `parallel` and `parallel-suspend`: an engine whose ranks use all GPUs, its updates, its sleep, and failures of one
+rank; and which of such engines can be suspended."""
 import os
 import signal
 import time
 
 from lab import Broker, Failed, whole_lines
-from live_rows import Trainer, ask, deaths, side
+from live_rows import MIB, Trainer, ask, command, deaths, side
 
 UPDATES = 20
 
@@ -98,6 +99,52 @@ def parallel(lab):
         again.send("start")
         row["llm_s"] = round(again.started()["seconds"], 1)
         row.require(ask(again, "tokens")["tokens"] == expected["low"], "other tokens in the next engine")
+
+
+def parallel_suspend(lab):
+    """Engines whose ranks have each other's memory are refused unharmed; an engine whose ranks have not is suspended and continues."""
+    size = lab.memory.gpus
+    if size < 2:
+        raise Failed("this machine has one GPU, and the group needs several")
+    (model,) = lab.checkpoints(("large", "plain"))
+    broker = Broker(lab, "apart")
+    options = dict(script="live.py", tensor_parallel_size=size, enable_sleep_mode=True)
+    apart = dict(disable_custom_all_reduce=True, environment={"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"})
+    engines = {
+        "of-vllm-alone": lab.engine("alone", model, **options),
+        "default-options": lab.engine("default", model, broker, sleep_mode_backend="vmmfd", **options),
+        "custom-all-reduce": lab.engine("custom", model, broker, sleep_mode_backend="vmmfd", **options, environment=apart["environment"]),
+    }
+    last = lab.engine("apart", model, broker, sleep_mode_backend="vmmfd", **options, **apart)
+    for name, engine in engines.items():
+        with lab.row(f"refused-{name}") as row:
+            engine.imported()
+            engine.send("start")
+            row["llm_s"] = round(engine.started()["seconds"], 1)
+            expected = ask(engine, "tokens")["tokens"]
+            ask(engine, "sleep 1")
+            row["says"] = "nothing"
+            try:
+                command(lab, "suspend", engine, "--own-copies")
+            except Failed as error:
+                row["says"] = str(error)[:500]
+            ask(engine, "wake")
+            row.require("NCCL_P2P_DISABLE" in row["says"] or "disable-custom-all-reduce" in row["says"], "no option is named")
+            row.require(ask(engine, "tokens")["tokens"] == expected, "the refusal changed the engine")
+        engine.end()
+    with lab.row("suspended-apart") as row:
+        last.imported()
+        last.send("start")
+        row["llm_s"] = round(last.started()["seconds"], 1)
+        expected = ask(last, "tokens")["tokens"]
+        for turn in range(2):
+            ask(last, "sleep 1")
+            asleep = lab.memory.settled()
+            row["suspend_s"] = command(lab, "suspend", last)
+            row["freed_beyond_sleep_mib"] = round((asleep - lab.memory.settled()) / MIB)
+            row["resume_s"] = command(lab, "resume", last)
+            ask(last, "wake")
+            row.require(ask(last, "tokens")["tokens"] == expected, "other tokens than before")
 
 
 def update(engine, version):

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine import PROMPTS
 from live_rows import live
-from parallel_rows import parallel
+from parallel_rows import parallel, parallel_suspend
+from turns_rows import turns, turns_eight
 from lab import ATTACHED, PUBLISHED, Broker, Failed, Process, Server, free_port, healthy, xids
 
 MIB = 1 << 20
@@ -423,4 +424,5 @@ def deaths(row, server, broker, maker, requests=200):
     row.require(row["objects_after_server"] == row["objects_after_keeper"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "parallel": (parallel, 420)}
+GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "turns": (turns, 240),
+          "turns-eight": (turns_eight, 280), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260)}
