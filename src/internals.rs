@@ -22,7 +22,7 @@ pub use crate::driver::{
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
-    ties::TieCounts,
+    ties::{TieCounts, ranks_of},
     types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,
     window::{PageLocked, Window},

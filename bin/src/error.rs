@@ -2,10 +2,7 @@
 
 use std::{borrow::Cow, path::PathBuf, time::Duration};
 
-use vmmfd::{
-    error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError},
-    internals::{TieCounts, units::count},
-};
+use vmmfd::error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError};
 
 /// An error of the tools, stored in [`Error::Caller`].
 #[derive(Debug, thiserror::Error)]
@@ -37,8 +34,25 @@ pub enum ToolError {
     },
 
     /// A process can't be restored after a checkpoint.
-    #[error("process {pid} ({command}) can't be restored later: it {}", tied(*ties))]
-    Tied { pid: u32, command: String, ties: TieCounts },
+    #[error("process {pid} ({command}) can't be restored later: it {reason}")]
+    Tied {
+        pid: u32,
+        command: String,
+        /// The memory that ties it to other processes, as the rest of a sentence.
+        reason: String,
+        /// What would allow the checkpoint.
+        remedy: String,
+    },
+
+    /// A request to an engine's server failed.
+    #[error("{request} {problem}")]
+    Http {
+        /// Its method and address.
+        request: String,
+        /// The event, as the rest of a sentence.
+        problem: String,
+        hint: Option<&'static str>,
+    },
 
     /// A child process failed, died or hangs.
     #[error("{process} {message}")]
@@ -50,17 +64,6 @@ pub enum ToolError {
         /// The hint of the child's own error.
         hint: Option<String>,
     },
-}
-
-fn tied(TieCounts { imported, own }: TieCounts) -> String {
-    let mut parts = Vec::new();
-    if imported > 0 {
-        parts.push(format!("has mapped {} of other processes", count(imported, "allocation")));
-    }
-    if own > 0 {
-        parts.push(format!("has mapped {} of its own for others", count(own, "allocation")));
-    }
-    parts.join(", and ")
 }
 
 impl ToolError {
@@ -84,7 +87,7 @@ pub fn kind_of(error: &Error) -> ErrorKind {
     match ToolError::of(error) {
         Some(ToolError::File { .. }) => ErrorKind::Usage,
         Some(ToolError::NotWritable { .. } | ToolError::Tied { .. }) => ErrorKind::Object,
-        Some(ToolError::Absent { .. }) => ErrorKind::Peer,
+        Some(ToolError::Absent { .. } | ToolError::Http { .. }) => ErrorKind::Peer,
         Some(ToolError::Child { .. }) | None => error.kind(),
     }
 }
@@ -94,9 +97,8 @@ pub fn hint(error: &Error) -> Option<Cow<'_, str>> {
     if let Some(own) = ToolError::of(error) {
         return match own {
             ToolError::Child { hint, .. } => hint.as_deref().map(Cow::from),
-            ToolError::Tied { .. } => {
-                Some("park or close its leases, and drop memory that it has put or served, then try again".into())
-            }
+            ToolError::Tied { remedy, .. } => (!remedy.is_empty()).then(|| remedy.into()),
+            ToolError::Http { hint, .. } => hint.map(Cow::from),
             ToolError::File { .. } => None,
             ToolError::NotWritable { .. } => Some("use another name, or ask the object's owner to delete it".into()),
             ToolError::Absent { missing, .. } => {

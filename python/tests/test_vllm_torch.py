@@ -301,8 +301,8 @@ def test_missing_object_fails_at_once(one: Callable[..., Any], name: str) -> Non
 
 def test_wait_option_limits_wait(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     with broker.claim(object_of(name)):
-        for wait in (0, 0.1):
-            with refused(vmmfd.Timeout, re.escape(object_of(name))):
+        for wait, error in ((0, vmmfd.NotFound), (0.1, vmmfd.Timeout)):
+            with refused(error, re.escape(object_of(name))):
                 load(one(wait=wait))
 
 

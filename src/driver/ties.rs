@@ -32,8 +32,11 @@ use crate::{
     sys::{fork::ProcessIdentity, memfd},
 };
 
-/// The name of the memfd in `/proc/PID/fd`.
+/// The name of the memfd in `/proc/PID/fd`: one for each copy of the library that the process has loaded.
 const LINK: &str = "/memfd:vmmfd-ties";
+
+/// The name of the memfd in which ranks publish a text, after their number.
+const RANKS: &str = "/memfd:vmmfd-ranks";
 
 /// The content of the memfd. Each number has 8 bytes.
 #[repr(C)]
@@ -150,7 +153,7 @@ impl TieCounts {
     /// See proc_pid_fd(5): the process must be of this user, or this process privileged.
     pub fn of(pid: u32) -> io::Result<Self> {
         let mut ties = Self::default();
-        for file in files(pid, false)? {
+        for file in files(pid, LINK, false)? {
             ties.imported = ties.imported.saturating_add(number_at(&file, IMPORTED)?);
             ties.own = ties.own.saturating_add(number_at(&file, OWN)?);
         }
@@ -162,7 +165,7 @@ impl TieCounts {
     /// # Errors
     /// As [`TieCounts::of`].
     pub fn announce_checkpoint(pid: u32) -> io::Result<()> {
-        for file in files(pid, true)? {
+        for file in files(pid, LINK, true)? {
             let count = number_at(&file, CHECKPOINTS)?.wrapping_add(1);
             file.write_all_at(&count.to_ne_bytes(), CHECKPOINTS)?;
         }
@@ -170,8 +173,20 @@ impl TieCounts {
     }
 }
 
-/// The files of a process, one for each copy of the library that it has loaded.
-fn files(pid: u32, writable: bool) -> io::Result<Vec<File>> {
+/// The text that a program with several ranks publishes about memory of other ranks which its libraries have mapped: empty if they have
+/// none, `None` if it publishes nothing. Shortened to a few lines, and not checked.
+///
+/// # Errors
+/// As [`TieCounts::of`].
+pub fn ranks_of(pid: u32) -> io::Result<Option<String>> {
+    let Some(file) = files(pid, RANKS, false)?.pop() else { return Ok(None) };
+    let mut text = [0; 1000];
+    let length = file.read_at(&mut text, size_of::<u64>() as u64)?;
+    Ok(Some(String::from_utf8_lossy(&text[..length]).into_owned()))
+}
+
+/// The files of a process under this name. Each begins with the process's number.
+fn files(pid: u32, name: &str, writable: bool) -> io::Result<Vec<File>> {
     let root = Path::new("/proc").join(pid.to_string());
     let own_number = innermost(&String::from_utf8_lossy(&fs::read(root.join("status"))?));
     let mut files = Vec::new();
@@ -179,7 +194,7 @@ fn files(pid: u32, writable: bool) -> io::Result<Vec<File>> {
         let path = entry?.path();
         // The process may have closed it.
         let Ok(link) = fs::read_link(&path) else { continue };
-        if link.as_os_str().as_encoded_bytes().starts_with(LINK.as_bytes()) {
+        if link.as_os_str().as_encoded_bytes().starts_with(name.as_bytes()) {
             let file = File::options().read(true).write(writable).open(&path)?;
             // A fork has its parent's file, and can't use its memory.
             if Some(number_at(&file, 0)?) == own_number {

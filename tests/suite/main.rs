@@ -67,6 +67,7 @@ mod stream;
 mod structure;
 mod support;
 mod suspend;
+mod suspend_engines;
 mod terminal;
 mod users;
 mod violations;

@@ -22,7 +22,7 @@ import vmmfd
 
 from .._errors import Error, MismatchError, NotFound, Timeout, Unsupported
 from ..torch import _exact, pool
-from . import _state, _vllm_live
+from . import _state, _vllm_apart, _vllm_live
 from . import _vllm_ranks as ranks
 from ._contents import Contents
 from ._options import read
@@ -80,6 +80,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         arguments: dict[str, Any] = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
+        _vllm_apart.publish()
         speculative = vllm_config.speculative_config
         if speculative is not None and model_config is speculative.draft_model_config:
             _logger.info("vmmfd: the draft model is not shared; loading it from disk")

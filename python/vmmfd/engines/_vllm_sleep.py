@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-from . import _vllm_live
+from . import _vllm_apart, _vllm_live
 from . import _vllm_ranks as ranks
 
 
@@ -29,6 +29,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc]
         super().discard(tags)
 
     def _suspend(self, level: int) -> None:
+        _vllm_apart.publish()
         for live in _vllm_live.every():
             live.park()
             if level > 1:

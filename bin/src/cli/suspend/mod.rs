@@ -1,8 +1,12 @@
 //! `suspend` and `resume`: the driver moves a program's GPU memory into host memory, and back.
 
+mod engine;
+mod ranks;
+
 use std::{
-    collections::{BTreeMap, VecDeque},
-    fs,
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    env, fs,
+    path::Path,
     sync::Mutex,
     thread,
     time::{Duration, Instant},
@@ -13,12 +17,14 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     bindings::lock,
-    channel::Cancel,
+    broker::Client,
+    channel::{BrokerPath, Cancel, Config},
     driver::{Backend, Choice, Driver, code, open},
     error::{Error, Result},
-    internals::{Checkpoints, ProcessState, TieCounts, command_of},
+    internals::{Checkpoints, ProcessState, TieCounts, command_of, units::count},
 };
 
+use self::engine::{Engine, EngineOptions};
 use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, leave_open, parse_timeout, report::Stamped};
 use crate::{
     error::ToolError,
@@ -31,13 +37,15 @@ use crate::{
 /// The driver moves the GPU memory of the process, and of all its children that use CUDA, into their host memory. Their calls of CUDA wait.
 /// It needs driver 570 and the rights to trace the processes.
 ///
+/// With --http, the engine of `vllm serve` sleeps first. If the suspend then fails, it wakes again.
+///
 /// The driver can't restore a process that has mapped another process's memory: park its leases first. The command refuses such a process,
-/// and without --own-copies also a process with memory that it created to share. It sees memory of this library only: libraries
-/// that share memory between processes themselves, such as NCCL, must be set up without that.
+/// and without --own-copies also a process with memory that it created to share. It also refuses ranks of one program that have a
+/// communicator of NCCL, or whose engine publishes that they have mapped each other's memory; it can't see what other libraries have mapped.
 ///
 /// If the command is killed halfway, `vmmfd resume` lets the program continue.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("suspended", "the memory of a process can't be restored later: nothing was changed"; 2 3 5 130))]
+#[command(after_help = exit_codes!("suspended", "the memory of a process can't be restored later: nothing was changed"; 2 3 4 5 130))]
 pub(super) struct SuspendOptions {
     /// Process, with its children
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
@@ -47,18 +55,35 @@ pub(super) struct SuspendOptions {
     #[arg(long, help_heading = "Processes")]
     own_copies: bool,
 
+    /// Suspend ranks with a communicator of NCCL, although the command can't see whether they have mapped each other's memory: if they have,
+    /// the program is lost
+    #[arg(long, help_heading = "Processes")]
+    ranks_apart: bool,
+
     /// Longest time to wait for calls of CUDA in progress
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10s", help_heading = "Processes")]
     timeout: Duration,
+
+    /// How deeply the engine of --http sleeps: vLLM's level 1 or 2
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(1..=2), default_value = "1", requires = "http", help_heading = "Engine")]
+    level: u8,
+
+    #[command(flatten)]
+    engine: EngineOptions,
 }
 
 /// Gives a suspended program its GPU memory back
+///
+/// With --http, the engine of `vllm serve` then wakes.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("resumed"; 2 3 5 130))]
+#[command(after_help = exit_codes!("resumed"; 2 3 4 5 130))]
 pub(super) struct ResumeOptions {
     /// Process, with its children
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pid: u32,
+
+    #[command(flatten)]
+    engine: EngineOptions,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -67,6 +92,8 @@ struct SuspendReport {
     processes: Vec<ProcessLine>,
     /// The time of all steps together.
     seconds: f64,
+    /// The part of it in which the server of `--http` let its engine sleep or wake.
+    engine_seconds: Option<f64>,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -87,9 +114,14 @@ impl Tool for SuspendOptions {
         let group = Group::of(driver.verbs().checkpoints()?, self.pid)?;
         progress.close();
         let began = Instant::now();
-        group.suspend(self.pid, self.timeout, self.own_copies, cancel)?;
-        let report = group.report(|before| before == ProcessState::Running, began);
+        let engine = self.engine.engine(cancel);
+        let engine_seconds = group.suspend(self, engine, cancel)?;
+        let report = group.report(|before| before == ProcessState::Running, began, engine_seconds);
         Ok(ToolOutput::of(output, Exit::Verified, report, |report, _| rendered(report, "suspended")))
+    }
+
+    fn grace(&self) -> Duration {
+        self.engine.grace()
     }
 }
 
@@ -98,13 +130,16 @@ impl Tool for ResumeOptions {
 
     const REPORTS: &'static [Named] = &[("resume", document::<Stamped<SuspendReport>>)];
 
-    fn run(&self, Running { output, progress, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, progress, cancel }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let driver = cuda()?;
         let group = Group::of(driver.verbs().checkpoints()?, self.pid)?;
         progress.close();
         let began = Instant::now();
         group.resume()?;
-        let report = group.report(|before| before != ProcessState::Running, began);
+        let awake_after = Instant::now();
+        let woken = self.engine.engine(cancel).map(Engine::wake).transpose()?;
+        let engine_seconds = woken.map(|()| awake_after.elapsed().as_secs_f64());
+        let report = group.report(|before| before != ProcessState::Running, began, engine_seconds);
         Ok(ToolOutput::of(output, Exit::Verified, report, |report, _| rendered(report, "resumed")))
     }
 }
@@ -120,7 +155,8 @@ fn rendered(report: &SuspendReport, done: &str) -> String {
     for ProcessLine { pid, command, changed } in &report.processes {
         text += &format!("{pid:<9} {}  {command}\n", if *changed { done } else { "unchanged" });
     }
-    text + &format!("{done} in {:.2} s\n", report.seconds)
+    let engine = report.engine_seconds.map(|seconds| format!(", of it {seconds:.2} s in the engine"));
+    text + &format!("{done} in {:.2} s{}\n", report.seconds, engine.unwrap_or_default())
 }
 
 /// A process that uses CUDA.
@@ -165,17 +201,22 @@ impl<'a> Group<'a> {
         Ok(Self { driver, processes })
     }
 
-    fn report(&self, changed: impl Fn(ProcessState) -> bool, began: Instant) -> SuspendReport {
+    fn report(
+        &self,
+        changed: impl Fn(ProcessState) -> bool,
+        began: Instant,
+        engine_seconds: Option<f64>,
+    ) -> SuspendReport {
         let processes = self.processes.iter().map(|process| ProcessLine {
             pid: process.pid,
             command: process.command.clone(),
             changed: changed(process.state),
         });
-        SuspendReport { processes: processes.collect(), seconds: began.elapsed().as_secs_f64() }
+        SuspendReport { processes: processes.collect(), seconds: began.elapsed().as_secs_f64(), engine_seconds }
     }
 
-    /// Suspends all processes or none.
-    fn suspend(&self, pid: u32, timeout: Duration, own_copies: bool, cancel: &Cancel) -> Result<()> {
+    /// Suspends all processes or none. An engine sleeps before, and wakes after a failure. Returns the seconds in which it fell asleep.
+    fn suspend(&self, options: &SuspendOptions, engine: Option<Engine<'_>>, cancel: &Cancel) -> Result<Option<f64>> {
         for Process { pid, command, state } in &self.processes {
             match state {
                 ProcessState::Failed => return Err(failed(*pid, command, LOST)),
@@ -185,26 +226,46 @@ impl<'a> Group<'a> {
         }
         let running: Vec<&Process> =
             self.processes.iter().filter(|process| process.state == ProcessState::Running).collect();
-        check_ties(&running, own_copies)?;
+        ranks::check(&running, options.ranks_apart)?;
+        let Some(engine) = engine.filter(|_| !running.is_empty()) else {
+            return self.checkpoint(&running, options, cancel).map(|()| None);
+        };
+        let began = Instant::now();
+        let was_awake = engine.sleep(options.level)?;
+        let seconds = began.elapsed().as_secs_f64();
+        self.checkpoint(&running, options, cancel).map(|()| Some(seconds)).map_err(|error| {
+            let is_running = |process: &&Process| matches!(self.driver.state(process.pid), Ok(ProcessState::Running));
+            match was_awake && running.iter().all(is_running) {
+                true => engine.wake_after(error),
+                false => error,
+            }
+        })
+    }
+
+    /// Suspends these processes or none.
+    fn checkpoint(&self, running: &[&Process], options: &SuspendOptions, cancel: &Cancel) -> Result<()> {
+        let SuspendOptions { timeout, own_copies, .. } = *options;
+        check_ties(running, own_copies)?;
         // After a failure, this command unlocks only processes that it has locked itself.
         let ours = Mutex::new(Vec::new());
         let suspended = self
-            .each(&running, |process| {
+            .each(running, |process| {
                 self.driver.lock(process.pid, timeout)?;
                 lock(&ours).push(process.pid);
                 Ok(())
             })
             .and_then(|()| {
                 // No call of CUDA is in progress any more: the numbers are final.
-                check_ties(&running, own_copies)?;
-                let now = Self::of(self.driver, pid)?;
+                check_ties(running, own_copies)?;
+                ranks::check(running, options.ranks_apart)?;
+                let now = Self::of(self.driver, options.pid)?;
                 match now.processes.iter().find(|of| self.processes.iter().all(|known| known.pid != of.pid)) {
                     Some(new) => Err(failed(new.pid, &new.command, "has begun to use CUDA meanwhile: try again")),
                     None => cancel.check(),
                 }
             })
             .and_then(|()| {
-                self.each(&running, |process| {
+                self.each(running, |process| {
                     // Before it can run again.
                     let announced = TieCounts::announce_checkpoint(process.pid);
                     announced.map_err(|error| Error::system("write to the process's memfd", error))?;
@@ -277,13 +338,38 @@ fn resume_hint(pid: u32) -> Option<String> {
 /// Refuses processes whose memory the driver can't restore.
 fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
     for Process { pid, command, .. } in processes {
-        let ties = TieCounts::of(*pid)
+        let TieCounts { imported, own } = TieCounts::of(*pid)
             .map_err(|error| failed(*pid, command, &format!("can't be inspected: /proc/{pid}: {error}")))?;
-        if ties.imported > 0 || ties.own > 0 && !own_copies {
-            return Err(ToolError::Tied { pid: *pid, command: command.clone(), ties }.into());
+        if imported == 0 && (own == 0 || own_copies) {
+            continue;
         }
+        let mut reasons = Vec::new();
+        if imported > 0 {
+            reasons.push(format!("has mapped {} of other processes{}", count(imported, "allocation"), leases_of(*pid)));
+        }
+        if own > 0 {
+            reasons.push(format!("has mapped {} of its own for others", count(own, "allocation")));
+        }
+        let (reason, remedy) = (reasons.join(", and "), UNTIE.to_owned());
+        return Err(ToolError::Tied { pid: *pid, command: command.clone(), reason, remedy }.into());
     }
     Ok(())
+}
+
+const UNTIE: &str = "park or close its leases, and drop memory that it has put or served, then try again";
+
+/// The leases of a process at this user's broker, in parentheses; empty if that broker has none, or does not answer.
+fn leases_of(pid: u32) -> String {
+    let names = || -> Result<BTreeSet<String>> {
+        let socket = env::var_os("VMMFD_BROKER_SOCKET");
+        let config = Config::default().timeout(Duration::from_secs(1));
+        let held =
+            Client::connect(BrokerPath::find(socket.as_deref().map(Path::new))?.path(), &config)?.who("")?.leases;
+        let held = held.into_iter().filter(|lease| u32::try_from(lease.pid) == Ok(pid));
+        Ok(held.map(|lease| format!("`{}` version {}", lease.name, lease.version)).collect())
+    };
+    let names: Vec<String> = names().unwrap_or_default().into_iter().collect();
+    if names.is_empty() { String::new() } else { format!(" (its leases: {})", names.join(", ")) }
 }
 
 fn failed(pid: u32, command: &str, message: &str) -> Error {

@@ -1,0 +1,3 @@
+"""The groups of ranks, which tests set."""
+
+_groups: dict = {}
