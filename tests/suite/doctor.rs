@@ -28,10 +28,10 @@ const FAULTING: &str = "read-only-store";
 /// The other probes of a machine and of a device, in order.
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 #[rustfmt::skip]
-const DEVICE: [&str; 20] = [
+const DEVICE: [&str; 21] = [
     "attributes", "granularity", "memory", "export", "import", "round-trip", "aliases", "read-only-copy", "wrong-descriptor",
-    "exporter-killed", "memory-returned", "held-descriptor", "persistence", "export-cost", "host-numa", "dma-buf", "fabric", "pool",
-    "legacy", "event",
+    "exporter-killed", "memory-returned", "held-descriptor", "persistence", "checkpoint", "export-cost", "host-numa", "dma-buf", "fabric",
+    "pool", "legacy", "event",
 ];
 
 const FAIL: &str = "FAKECUDA_FAIL";
@@ -312,6 +312,32 @@ fn old_driver_fails_only_missing_calls() {
         let found = finding(&report, probe);
         assert_eq!((&found["status"], &found["error"]["call"]), (&"unsupported".into(), &symbol.into()), "{found}");
     }
+}
+
+#[test]
+fn checkpoint_probe_names_times_and_driver() {
+    let meeting = Meeting::fake();
+    let states = tempfile::tempdir().unwrap();
+    let probe = |settings: Settings<'_>| finding(&only(&meeting, "checkpoint", settings).end().json(), "checkpoint");
+    let states = ("FAKECUDA_CHECKPOINTS", states.path().to_str().unwrap());
+    let found = probe(&[states]);
+    assert_eq!(found["status"], "ok", "{found}");
+    assert!(found["figures"]["checkpoint_us"].is_u64() && found["figures"]["restore_us"].is_u64(), "{found}");
+    for call in ["Lock", "Checkpoint", "Restore", "Unlock"] {
+        let call = format!("cuCheckpointProcess{call}");
+        let found = probe(&[states, (FAIL, &format!("{call}:1:999"))]);
+        assert_eq!((&found["status"], &found["error"]["call"]), (&"failed".into(), &call.into()), "{found}");
+    }
+    // The other process's own error.
+    let found = probe(&[states, (FAIL, "cuMemImportFromShareableHandle:2:999")]);
+    assert!(found["status"] == "failed" && found["error"]["message"].to_string().contains("the peer"), "{found}");
+    let old = Copy::new().without("cuCheckpointProcessGetState");
+    old.write("libcuda.so.1");
+    for settings in [&[][..], &[("LD_LIBRARY_PATH", old.folder().to_str().unwrap())]] {
+        let found = probe(settings);
+        assert!(found["status"] == "unsupported" && found["meaning"].to_string().contains("driver 570"), "{found}");
+    }
+    assert_gone(&meeting, &[]);
 }
 
 #[test]

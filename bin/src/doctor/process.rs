@@ -43,6 +43,8 @@ pub(super) enum Role {
     Make { device: i32, pattern: u32 },
     /// Holds a received descriptor without the driver.
     Hold,
+    /// Has memory with a pattern, and parks received memory with this pattern.
+    Park { device: i32, pattern: u32 },
 }
 
 /// One side of an exchange between two processes, without the connection for its records.
@@ -84,6 +86,10 @@ impl Child {
     ) -> Result<Self> {
         let (process, line) = start(name, &mut command(folder, &(setting, role))?, leads, limit, cancel)?;
         Ok(Self { process, line })
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.process.pid().as_raw().unsigned_abs()
     }
 
     pub(super) fn kill(&mut self) {

@@ -16,7 +16,7 @@ use super::{
     ErrorDetails, Flag, Probe, Status,
     context::ProbeContext,
     control::{ControlRecord, PURPOSE},
-    probes::{hold, make},
+    probes::{hold, make, park},
     process::{Endpoint, Role, Setting},
     sharing::answer,
 };
@@ -51,6 +51,7 @@ pub fn run_task(task: Value) -> Result<()> {
         },
         Role::Make { device, pattern } => make(setting.device(device), pattern, &line),
         Role::Hold => hold(&line),
+        Role::Park { device, pattern } => park(setting.device(device), pattern, &line),
     }
 }
 

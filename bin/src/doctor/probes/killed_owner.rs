@@ -171,7 +171,7 @@ pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
 }
 
 /// Waits until the parent kills this process or exits.
-fn wait_for_parent(line: &Line) -> Result<()> {
+pub(super) fn wait_for_parent(line: &Line) -> Result<()> {
     match line.receive::<Value>() {
         Ok(_) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
         Err(error) => Err(error),

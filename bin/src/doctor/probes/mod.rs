@@ -1,6 +1,7 @@
 //! The probes as data: their functions, their requirements, and the meaning of their errors.
 
 mod broker;
+mod checkpoint;
 mod killed_owner;
 mod machine;
 mod one_process;
@@ -14,7 +15,10 @@ use vmmfd::{
 };
 
 use self::Run::{Machine, OnDevice, Pair, Share};
-pub(super) use self::killed_owner::{hold, make};
+pub(super) use self::{
+    checkpoint::park,
+    killed_owner::{hold, make},
+};
 use super::{
     ErrorDetails, Finding, Reason, Status,
     context::ProbeContext,
@@ -221,6 +225,12 @@ pub static PROBES: &[Probe] = {
         probe("persistence", OnDevice(one_process::persistence), &[],
             "the driver keeps the device's state, and so a broker's memory, while no process uses the device",
             "It can't be found out whether the driver keeps the device's state.", None),
+        probe("checkpoint", OnDevice(checkpoint::checkpoint), &[Feature],
+            "the driver takes all GPU memory from a process with a parked lease, and gives it back: `vmmfd suspend`",
+            "A process can't be suspended here.", Some(&[
+                "cuCheckpointProcessGetState", "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint",
+                "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock",
+            ])),
         probe("export-cost", OnDevice(one_process::export_cost), &[MachineWide],
             "the time of an export, with and without another exported descriptor held open",
             "The time of an export can't be measured.", None),
