@@ -20,7 +20,10 @@ use nix::sys::{
     signal::Signal,
 };
 
+use vmmfd::broker::{Get, Put, PutPart};
+
 use crate::{
+    broker::{Broker, filled},
     running::{Ended, Meeting, Run, wait_for},
     support::{Subject, in_child},
 };
@@ -28,12 +31,12 @@ use crate::{
 /// Runs the commands for this process, which uses the emulated driver.
 struct Target {
     place: Meeting,
-    _subject: Subject,
+    subject: Subject,
 }
 
 impl Target {
     fn new() -> Self {
-        let target = Self { place: Meeting::fake(), _subject: Subject::fake() };
+        let target = Self { place: Meeting::fake(), subject: Subject::fake() };
         fs::create_dir(target.states()).unwrap();
         target
     }
@@ -110,6 +113,32 @@ fn engines_with_tied_ranks_are_refused() {
             refused(&["--ranks-apart", "--own-copies"], known);
             drop((first, further, other, tied));
             target.is(RUNNING);
+            String::new()
+        },
+    );
+}
+
+#[test]
+fn refusal_names_the_leases() {
+    in_child(
+        "suspend_engines::refusal_names_the_leases",
+        |_| (),
+        || {
+            let target = Target::new();
+            let (broker, driver) = (Broker::start(&target.subject), &target.subject.driver);
+            let client = broker.client();
+            for name in ["b", "a"] {
+                let memory = filled(driver, 1 << 20, None, 1);
+                client.put(&Put::new(name).part(PutPart::of("all", &memory).unwrap())).unwrap();
+            }
+            let objects = ["b", "a"].map(|name| client.get(&Get::new(name)).unwrap().open(driver, None).unwrap());
+            let suspend = || target.run("suspend", &[]).env("VMMFD_BROKER_SOCKET", &broker.path);
+            let words = "it has mapped 2 allocations of other processes (its leases: `a` version 1, `b` version 1)";
+            suspend().end().code(1).says(words);
+            // Without a broker there are no names.
+            target.run("suspend", &[]).env("VMMFD_BROKER_SOCKET", "/none").end().code(1).says("of other processes\n");
+            drop(objects);
+            suspend().end().code(0);
             String::new()
         },
     );
