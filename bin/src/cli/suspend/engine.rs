@@ -118,7 +118,6 @@ impl Engine<'_> {
             let Address { authority, base } = self.address;
             Error::from(ToolError::Http { request: format!("{method} http://{authority}{base}{path}"), problem, hint })
         };
-        let unreached = |error: io::Error| failed(format!("failed: {error}"), None);
         let answer = match self.exchange(method, path, deadline) {
             Ok(answer) => answer,
             Err(Exchange::Cancelled(error)) => return Err(error),
@@ -128,7 +127,7 @@ impl Engine<'_> {
             Err(Exchange::Failed(error)) if error.kind() == io::ErrorKind::TimedOut => {
                 return Err(failed(format!("was not answered within {:?}", self.timeout), Some(NO_ANSWER)));
             }
-            Err(Exchange::Failed(error)) => return Err(unreached(error)),
+            Err(Exchange::Failed(error)) => return Err(failed(format!("failed: {error}"), None)),
         };
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut response = httparse::Response::new(&mut headers);
@@ -152,11 +151,11 @@ impl Engine<'_> {
         let mut connected = None;
         for address in authority.to_socket_addrs()? {
             match TcpStream::connect_timeout(&address, left(deadline)?) {
-                Ok(stream) => connected = Some(stream),
+                Ok(stream) => {
+                    connected = Some(stream);
+                    break;
+                }
                 Err(error) => last = error,
-            }
-            if connected.is_some() {
-                break;
             }
         }
         let Some(mut stream) = connected else { return Err(last.into()) };

@@ -64,12 +64,12 @@ pub(super) struct SuspendOptions {
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10s", help_heading = "Processes")]
     timeout: Duration,
 
+    #[command(flatten)]
+    engine: EngineOptions,
+
     /// How deeply the engine of --http sleeps: vLLM's level 1 or 2
     #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(1..=2), default_value = "1", requires = "http", help_heading = "Engine")]
     level: u8,
-
-    #[command(flatten)]
-    engine: EngineOptions,
 }
 
 /// Gives a suspended program its GPU memory back
