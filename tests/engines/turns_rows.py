@@ -1,4 +1,4 @@
-"""The rows of the groups `turns` and `turns-eight`: engines of different models take turns on one GPU, suspended meanwhile."""
+"""The rows of the groups `turns` and `turns-eight`: engines of different models take turns on one GPU, and the others are suspended."""
 import contextlib
 import pathlib
 import statistics
@@ -81,7 +81,7 @@ def turns_eight(lab):
 
 
 def pairs(lab, broker, models):
-    """Returns an engine that loads each model and puts it, and one that attaches to it and takes turns. Both only import."""
+    """Returns two engines for each model: a maker, which loads and puts it, and an engine that attaches. They have not started yet."""
     options = dict(script="live.py", enable_sleep_mode=True, sleep_mode_backend="vmmfd")
     makers = [lab.engine(f"maker-{place}", model, broker, extra={"name": f"model-{place}"}, script="live.py")
               for place, model in enumerate(models)]
@@ -91,8 +91,7 @@ def pairs(lab, broker, models):
 
 
 def start(lab, makers, engines):
-    """Replaces each maker by its engine: only an engine that attached has no memory of its own that others use. Returns each engine's
-    tokens."""
+    """Replaces each maker by its engine: a maker could only be suspended with --own-copies. Returns the tokens of each engine."""
     with lab.row("turns-start") as row:
         row["maker_llm_s"] = built(makers)
         for engine in makers:
@@ -120,7 +119,7 @@ def take(lab, engines, tokens, weights, empty):
         left = lab.memory.settled() - empty - weights
         row["gpu_mib_beyond_weights"] = round(left / MIB)
         row["host_suspended_mib"] = str([resident(engine) for engine in engines])
-        # A broker has no context of its own, but its allocations are rounded up.
+        # Allocations of the broker are rounded up.
         row.require(left <= 64 * MIB, "suspended engines hold memory of the GPU")
         command(lab, "resume", awake)
         ask(awake, "wake")

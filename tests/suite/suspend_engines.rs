@@ -144,14 +144,14 @@ fn refusal_names_the_leases() {
     );
 }
 
-/// A server of HTTP with one answer after the other. Returns the requests' first lines.
+/// An HTTP server that sends these answers in order. Returns its address and the first line of each request.
 fn serve(answers: &[&str]) -> (String, Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     let (sender, requests) = channel();
     let answers: Vec<String> = answers.iter().map(|&answer| answer.to_owned()).collect();
     thread::spawn(move || {
-        // Connections remain open: an answer ends with its length.
+        // Connections remain open, so the client must read the content length.
         let mut open = Vec::new();
         for answer in answers {
             let (mut stream, _) = listener.accept().unwrap();

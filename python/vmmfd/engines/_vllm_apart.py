@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.distributed import get_world_group
 
-# The libraries of a device communicator that map memory of other ranks, and the option without which they do.
+# Libraries of a device communicator that map memory of other ranks: the field, the name, and the option that turns the library off.
 _LIBRARIES = {
     "ca_comm": ("vLLM's custom all-reduce", "--disable-custom-all-reduce"),
     "symm_mem_comm": ("PyTorch's symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
@@ -24,8 +24,8 @@ _published: int | None = None
 
 
 def publish() -> None:
-    """Publishes this rank's ties: an empty text says that there are none. Does nothing in an engine with one rank. A later call replaces
-    the text."""
+    """Publishes the libraries that have mapped memory of other ranks, and the options that prevent it; an empty text if there are none. Does
+    nothing in an engine with one rank. A later call replaces the text."""
     global _published
     if get_world_group().world_size == 1:
         return

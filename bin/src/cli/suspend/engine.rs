@@ -144,7 +144,7 @@ impl Engine<'_> {
         Err(failed(format!("was answered with status {status}: {body}"), Some(NO_SLEEP_MODE)))
     }
 
-    /// Sends a request and reads the answer to its end.
+    /// Sends a request and reads the whole answer.
     fn exchange(self, method: &str, path: &str, deadline: Instant) -> Result<Vec<u8>, Exchange> {
         let Address { authority, base } = self.address;
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
@@ -208,7 +208,7 @@ impl From<io::Error> for Exchange {
     }
 }
 
-/// Whether an answer has all its bytes, by its length, or is wrong. Without a length it ends with the connection.
+/// Whether an answer is complete by its content length, or is not HTTP. Without that header it is complete when the server closes.
 fn is_complete(answer: &[u8]) -> bool {
     let mut headers = [httparse::EMPTY_HEADER; 64];
     let mut response = httparse::Response::new(&mut headers);
