@@ -6,6 +6,7 @@ pub use nix::sys::eventfd::EventFd;
 
 pub use crate::{
     array::walk::Walk,
+    driver::ties::TieCounts,
     sys::{dlpack, eventfd, interruptible, lock, thread::spawn, try_lock},
 };
 use crate::{

@@ -22,7 +22,7 @@ pub use crate::driver::{
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
-    ties::{TieCounts, ranks_of},
+    ties::ranks_of,
     types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,
     window::{PageLocked, Window},
@@ -36,6 +36,7 @@ use crate::{
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
+    bindings::TieCounts,
     broker::{
         MIN_FILE_LIMIT,
         notify::notify,

@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit, prelude::*, types::PyList};
 use serde::Serialize;
 use vmmfd::{
     bindings::lock,
-    broker::{self, ClaimOf, Condition, Found, Get, Lifetime, Put, RecallOf},
+    broker::{self, ClaimOf, Condition, Found, Lifetime, Put, RecallOf},
     channel::{BrokerPath, Trust},
     memory::Rdma,
     session::Config,
@@ -27,7 +27,7 @@ use crate::{
     leased_memory::{Opening, Selection},
     memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetOptions, condition, lifetime, wait_time},
-    signals,
+    signals, suspend,
     text::{FilePath, Text},
     time::required,
     watch::Watch,
@@ -261,6 +261,16 @@ impl Client {
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
+    /// Parks all leases of the process.
+    fn suspend(&self, py: Python<'_>, keep_lease: bool, exports_unused: bool, own_copies: bool) -> Outcome<()> {
+        suspend::suspend(py, &self.0, keep_lease, exports_unused, own_copies)
+    }
+
+    /// Unparks the leases that [`Client::suspend`] parked.
+    fn resume(&self, py: Python<'_>, newest: bool) -> Outcome<()> {
+        suspend::resume(py, &self.0, newest)
+    }
+
     /// Returns a lease of a byte range of a part, shared by all received arrays there. Returns None if the name now has another object at
     /// this version.
     #[allow(clippy::too_many_arguments)]
@@ -279,24 +289,24 @@ impl Client {
         self.0.check()?;
         let known = shared().get(&key).and_then(Weak::upgrade);
         if let Some(leased) = known {
-            return Ok(Some(Lease::of(leased)));
+            return Ok(Some(Lease::new(leased)));
         }
-        let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None };
+        let range = Some(start..start.saturating_add(length));
+        let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None, range };
+        let get = selection.get(name).version(version);
         let opening = Opening { selection, ..Opening::default() };
-        let end = start.saturating_add(length);
-        let get = Get::new(name).version(version).parts([&key.1]).range(start..end);
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
             if lease.id() != key.0 {
                 return Ok(None);
             }
-            self.0.open(lease, opening).map(Arc::new).map(Some)
+            self.0.open(lease, opening).map(Some)
         })?;
         let Some(leased) = leased else { return Ok(None) };
         let mut shared = shared();
         shared.retain(|_, leased| leased.strong_count() > 0);
         shared.insert(key, Arc::downgrade(&leased));
-        Ok(Some(Lease::of(leased)))
+        Ok(Some(Lease::new(leased)))
     }
 
     /// Returns the objects whose names start with `prefix`, as dicts.

@@ -271,7 +271,7 @@ impl Connections {
         &self,
         lease: broker::Lease,
         Opening { device, selection, copy_on_write }: Opening,
-    ) -> Outcome<Leased> {
+    ) -> Outcome<Arc<Leased>> {
         // With "auto", the object's backend decides: a broker may have memory of both.
         let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
         let driver = driver::driver(backend)?;

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
     time::UNIX_EPOCH,
 };
 
@@ -59,12 +59,8 @@ impl<T: Send> UntilClosed<T> {
 pub(crate) struct Lease(UntilClosed<Arc<Leased>>);
 
 impl Lease {
-    pub(crate) fn new(leased: Leased) -> Self {
-        Self::of(Arc::new(leased))
-    }
-
-    /// A lease that other objects share.
-    pub(crate) fn of(leased: Arc<Leased>) -> Self {
+    /// A lease, which other objects may share.
+    pub(crate) fn new(leased: Arc<Leased>) -> Self {
         let made_by = leased.made_by;
         Self(UntilClosed::new(leased, made_by))
     }
@@ -148,6 +144,12 @@ impl Lease {
     #[getter]
     fn is_parked(&self) -> bool {
         self.leased().is_ok_and(|leased| leased.is_parked())
+    }
+
+    /// How often it was unparked.
+    #[getter]
+    fn unparks(&self) -> u64 {
+        self.leased().map_or(0, |leased| leased.unparks.load(Ordering::Acquire))
     }
 
     #[getter]

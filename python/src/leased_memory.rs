@@ -2,9 +2,10 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    ops::Range,
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
-        atomic::{AtomicBool, Ordering},
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -14,9 +15,9 @@ use vmmfd::{
     Error, Result,
     array::ArrayDescriptor,
     bindings::lock,
-    broker::{self, ArrayEntry, Object, ObjectPart},
+    broker::{self, ArrayEntry, Get, Object, ObjectPart},
     driver::Access,
-    fork::ProcessIdentity,
+    fork::{PerProcess, ProcessIdentity},
     memory::{Device, Region, Selector},
 };
 
@@ -34,6 +35,18 @@ const LINEAR_SEARCH_MAX: usize = 8;
 pub(crate) struct Selection {
     pub(crate) parts: Option<Vec<String>>,
     pub(crate) arrays: Option<Vec<String>>,
+    /// Bytes of the only part.
+    pub(crate) range: Option<Range<u64>>,
+}
+
+impl Selection {
+    /// Builds the request for a version.
+    pub(crate) fn get(&self, name: &str) -> Get {
+        let mut get = Get::new(name);
+        get = self.parts.iter().fold(get, Get::parts);
+        get = self.arrays.iter().fold(get, Get::arrays);
+        self.range.iter().cloned().fold(get, Get::range)
+    }
 }
 
 /// How a lease is mapped.
@@ -53,13 +66,20 @@ pub(crate) struct Leased {
     exports: Arc<()>,
     /// Whether no memory is mapped. Changed with the lock held.
     parked: AtomicBool,
+    /// Whether [`suspend`](crate::suspend) parked it.
+    pub(crate) suspended: AtomicBool,
+    /// How often it was unparked.
+    pub(crate) unparks: AtomicU64,
     index: Mutex<Option<Arc<Index>>>,
     pub(crate) selection: Selection,
     /// Whether this process may write to private copies of its pages.
     pub(crate) copy_on_write: bool,
-    place: Arc<BrokerAddress>,
+    pub(crate) place: Arc<BrokerAddress>,
     pub(crate) made_by: ProcessIdentity,
 }
+
+/// The leases of this process. Arrays keep a lease whose Python object is gone.
+static ALL: PerProcess<Mutex<Vec<Weak<Leased>>>> = PerProcess::new(Mutex::default);
 
 /// A mapped object whose drop waits for its devices, except the first.
 struct Mapped(Object);
@@ -84,20 +104,32 @@ impl Drop for Mapped {
 type Index = HashMap<String, Vec<(usize, usize)>>;
 
 impl Leased {
-    pub(crate) fn new(object: Object, selection: Selection, place: Arc<BrokerAddress>) -> Self {
+    pub(crate) fn new(object: Object, selection: Selection, place: Arc<BrokerAddress>) -> Arc<Self> {
         let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next();
         let mapped = mapped.map(|piece| (piece.device().clone(), piece.access() == Access::ReadWrite));
         let (device, copy_on_write) = mapped.expect("a lease has memory");
-        Self {
+        let leased = Arc::new(Self {
             object: Reaped::new(&device, RwLock::new(Mapped(object))),
             exports: Arc::default(),
             parked: AtomicBool::new(false),
+            suspended: AtomicBool::new(false),
+            unparks: AtomicU64::new(0),
             index: Mutex::default(),
             selection,
             copy_on_write,
             place,
             made_by: ProcessIdentity::current(),
-        }
+        });
+        let mut all = lock(ALL.get());
+        all.retain(|leased| leased.strong_count() > 0);
+        all.push(Arc::downgrade(&leased));
+        drop(all);
+        leased
+    }
+
+    /// All leases of this process whose addresses are in use.
+    pub(crate) fn all() -> Vec<Arc<Self>> {
+        lock(ALL.get()).iter().filter_map(Weak::upgrade).collect()
     }
 
     fn object(&self) -> RwLockReadGuard<'_, Mapped> {
@@ -189,7 +221,10 @@ impl Leased {
         let mut object = self.object_mut();
         let filled = object.0.unpark(lease);
         self.state_changed(&object.0);
-        Ok(filled?)
+        filled?;
+        self.suspended.store(false, Ordering::Release);
+        self.unparks.fetch_add(1, Ordering::AcqRel);
+        Ok(())
     }
 
     /// Updates the state after a change. Call with the lock held.

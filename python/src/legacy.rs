@@ -16,7 +16,7 @@ use crate::{
     device::Wanted,
     driver, dtype,
     error::{Failure, Outcome},
-    memory::{Export, Memory},
+    memory::{Export, Memory, Tie},
     reaper::Reaped,
     text::Text,
 };
@@ -35,6 +35,8 @@ struct OpenState {
     open: bool,
     /// Held by each managed tensor and each view.
     exports: Arc<()>,
+    /// Until it is closed.
+    tie: Export,
 }
 
 impl Closable {
@@ -66,6 +68,7 @@ impl Closable {
         if let Some(memory) = memory {
             memory.release_now();
         }
+        lock(&self.state).tie = Export::default();
         Ok(())
     }
 }
@@ -180,7 +183,8 @@ pub(crate) fn legacy_open(
         let size = memory.size();
         let kept = Reaped::new(&device, memory);
         descriptor.check(size)?;
-        let state = Mutex::new(OpenState { open: true, exports: Arc::default() });
+        let tie = Tie::Opened.counted(&device);
+        let state = Mutex::new(OpenState { open: true, exports: Arc::default(), tie });
         let memory = Closable { memory: RwLock::new(Some(kept)), device, address, size, state };
         Ok(OpenedHandle { memory: Arc::new(memory), descriptor })
     })

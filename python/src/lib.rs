@@ -33,6 +33,7 @@ mod share;
 mod shared;
 mod signals;
 mod source;
+mod suspend;
 mod text;
 mod time;
 mod torch_pool;

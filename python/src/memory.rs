@@ -6,7 +6,7 @@ use std::{
     ops::Deref,
     path::PathBuf,
     sync::{
-        Arc, Mutex,
+        Arc, LazyLock, Mutex,
         atomic::{Ordering, fence},
     },
     time::Duration,
@@ -146,14 +146,47 @@ impl Export {
     }
 }
 
-/// A memory region of the library: created by this process, or imported and never switched.
+/// A way, besides a lease, in which this process shares GPU memory with others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tie {
+    Taken,
+    Opened,
+    Created,
+    Lent,
+}
+
+static TIES: LazyLock<[Arc<()>; 4]> = LazyLock::new(Default::default);
+
+impl Tie {
+    /// Memory of other processes, and its name for users.
+    pub(crate) const IMPORTED: [(Self, &str); 2] =
+        [(Self::Taken, "arrays of vmmfd.take"), (Self::Opened, "opened legacy handles")];
+
+    /// Memory of this process, and its name for users.
+    pub(crate) const OWN: [(Self, &str); 2] = [
+        (Self::Created, "allocations of vmmfd.empty, asarray, load_safetensors, legacy.empty or a pool"),
+        (Self::Lent, "allocations of vmmfd.share"),
+    ];
+
+    /// Counts memory until the result is dropped. Host memory does not count.
+    pub(crate) fn counted(self, device: &Device) -> Export {
+        if device.is_host() { Export::default() } else { Export::counted(&TIES[self as usize]) }
+    }
+
+    pub(crate) fn count(self) -> usize {
+        Export::count(&TIES[self as usize])
+    }
+}
+
+/// A memory region that another process created, imported and never switched.
 #[derive(Debug)]
-pub(crate) struct RegionMemory(Reaped<Arc<dyn Region>>);
+pub(crate) struct RegionMemory(Reaped<Arc<dyn Region>>, #[allow(dead_code, reason = "counted")] Export);
 
 impl RegionMemory {
     pub(crate) fn new(region: Arc<dyn Region>) -> Arc<Self> {
         let device = region.device().clone();
-        Arc::new(Self(Reaped::new(&device, region)))
+        let tie = Tie::Taken.counted(&device);
+        Arc::new(Self(Reaped::new(&device, region), tie))
     }
 }
 
@@ -203,6 +236,7 @@ pub(crate) struct Owned {
     lenders: Option<Box<dyn Any + Send + Sync>>,
     /// Held for a few instructions at a time, also with the GIL held.
     exports: Mutex<Exports>,
+    _tie: Export,
 }
 
 #[derive(Debug, Default)]
@@ -226,7 +260,9 @@ impl Owned {
 
     fn of(shared: Arc<Shared>, lenders: Option<Box<dyn Any + Send + Sync>>) -> Arc<Self> {
         let device = shared.device().clone();
-        Arc::new(Self { memory: Reaped::new(&device, shared), lenders, exports: Mutex::default() })
+        let tie = if lenders.is_some() { Tie::Lent } else { Tie::Created };
+        let _tie = tie.counted(&device);
+        Arc::new(Self { memory: Reaped::new(&device, shared), lenders, exports: Mutex::default(), _tie })
     }
 
     /// Allocates `size` bytes, at least 1, in one allocation, which RDMA can reach where the device supports it. Blocks for the driver:

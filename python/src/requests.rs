@@ -42,7 +42,7 @@ impl GetOptions<'_> {
     pub(crate) fn opening(&mut self) -> Outcome<Opening> {
         Ok(Opening {
             device: self.device.as_ref().map(device::selector).transpose()?,
-            selection: Selection { parts: self.parts.take(), arrays: self.arrays.take() },
+            selection: Selection { parts: self.parts.take(), arrays: self.arrays.take(), range: None },
             copy_on_write: self.copy_on_write == Some(true),
         })
     }
@@ -53,11 +53,9 @@ impl GetOptions<'_> {
 
     /// Builds the request for a selection.
     pub(crate) fn request(&self, name: &str, selection: &Selection) -> Outcome<Get> {
-        let mut get = Get::new(name);
+        let mut get = selection.get(name);
         get = self.version.into_iter().fold(get, Get::version);
         get = self.newer_than.into_iter().fold(get, Get::newer_than);
-        get = selection.parts.iter().fold(get, Get::parts);
-        get = selection.arrays.iter().fold(get, Get::arrays);
         if let Some(expect) = &self.expect {
             get = get.expect(json::from_mapping(expect, "expect")?);
         }

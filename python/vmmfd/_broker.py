@@ -9,7 +9,7 @@ from . import _arguments, _native
 from . import _types as t
 from ._errors import Invalid, NoArray, NotFound, Timeout
 from ._gets import Gets
-from ._lease import Claim, Lease
+from ._lease import Claim, Lease, keeping_calls
 from ._watch import Watch
 from .records import Holders, Lost, Published, Recall, Restored, Stat, Summary
 
@@ -304,6 +304,26 @@ class Broker(Gets):
         """
         given = _arguments.whole(version, "version")
         return Recall._of(self._native.recall(name, given, _arguments.flag(earlier, "earlier"), wait))
+
+    def suspend(self, *, keep_lease: bool = False, exports_unused: bool = False, own_copies: bool = False) -> None:
+        """Parks every lease of this process, so that `vmmfd suspend` can take its GPU memory and give it back: the driver can't restore a
+        process that has mapped memory of others. Includes leases whose objects are closed or dropped while arrays of them live, those of
+        other Brokers of the same socket, and host memory, except leases with `copy_on_write`.
+
+        Parks none, and raises `Invalid`, if memory remains that ties this process to others: the message names each lease that is used by
+        other libraries, arrays of `vmmfd.take`, opened legacy handles, and memory that this process created to share. `keep_lease` and
+        `exports_unused` are as for `Lease.park`, the latter until `resume` returns. `own_copies=True` leaves memory that this process
+        created: after `vmmfd resume` it is a private copy that can't be put or served.
+
+        Waits for the work of the devices. Raises `Error` for a driver error. If leases can then not be mapped again, `resume` does this."""
+        flags = {"keep_lease": keep_lease, "exports_unused": exports_unused, "own_copies": own_copies}
+        given = [_arguments.flag(value, name) for name, value in flags.items()]
+        keeping_calls(lambda: self._native.suspend(*given))
+
+    def resume(self, *, newest: bool = False) -> None:
+        """Maps every lease again that `suspend` parked: the same version, or the newest one of its name. Tries each. Raises as
+        `Lease.unpark`, the first error; such leases stay parked, and the call can be repeated."""
+        keeping_calls(lambda: self._native.resume(_arguments.flag(newest, "newest")))
 
     def delete(self, name: str) -> None:
         """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Raises `NotFound` if

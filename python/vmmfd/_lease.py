@@ -16,6 +16,21 @@ from ._native import Array
 from .records import LeasedPart, Owner, Published
 
 
+_called: weakref.WeakSet[Lease] = weakref.WeakSet()
+"""The leases with calls of `on_recall`."""
+
+
+def keeping_calls(change: Callable[[], None]) -> None:
+    """Calls `change`, which may unpark leases. Their calls of `on_recall` then follow the mapped version."""
+    before = [(lease, lease._native.unparks) for lease in list(_called)]
+    try:
+        change()
+    finally:
+        for lease, unparks in before:
+            if not lease.is_closed and lease._native.unparks != unparks:
+                lease._version_changed()
+
+
 class Lease(Closing, Mapping[str, Array]):
     """A lease of an object's version, with its memory mapped: a mapping of names to `Array`s. Returned by `Broker.get`.
 
@@ -187,6 +202,7 @@ class Lease(Closing, Mapping[str, Array]):
 
     def _add_recall(self, key: object, call: Callable[[Lease], object]) -> None:
         self._calls[key] = call
+        _called.add(self)
         # The extension holds no reference to this lease, which could otherwise not be collected.
         of, id = weakref.ref(self), self.id
 
