@@ -89,6 +89,7 @@ OPTIONS = {
     "source": ARRAY,
     "strict": FLAG,
     "threads": ([True, 1.5, "1"], [0, -1, 10**6, 1 << 70]),
+    "recall_old": TIME,
     "timeout": (LIMIT[0], [*TIME[1], 0]),
     "trust": ([5, HUGE, "ab", b"ab", bytearray(b"ab"), [True], ["0"], [None]], [[-1], [1 << 40], [HUGE]]),
     "value": ([5, np.ones(3), {5: np.ones(3)}, {"x": object()}], [{}, {"x": np.array([object()])}, {BROKEN: np.ones(3)}]),

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -129,6 +130,26 @@ def test_recall_is_awaited(broker: vmmfd.Broker, name: str) -> None:
             return not lease._calls
 
     assert asyncio.run(main())
+    broker.delete(name)
+
+
+def test_put_recalls_earlier_versions(broker: vmmfd.Broker, name: str) -> None:
+    first = broker.put(name, {"x": np.zeros(4)}, recall_old=0)
+    assert first.recall is not None and first.recall.holders == () and first.recall.free
+    lease, silent = broker.get(name), broker.get(name)
+    lease.on_recall(lambda held: held.close())
+    second = broker.put(name, {"x": np.ones(4)}, replace=True, recall_old=0.2)
+    assert second.version == 2 == broker.stat(name).version and second.recall is not None
+    assert sorted(holder.acknowledged for holder in second.recall.holders) == [False, True] and not second.recall.free
+    assert lease.is_closed and silent.recalled and not broker.get(name).recalled
+    silent.close()
+    third = broker.put(name, {"x": np.ones(4)}, replace=True, recall_old=timedelta(seconds=60))
+    assert third.recall is not None and third.recall.is_complete
+    assert broker.put(name, {"x": np.ones(4)}, replace=True).recall is None
+    # Refused before the put.
+    with pytest.raises(vmmfd.Invalid, match="recall_old=-1"):
+        broker.put(name, {"x": np.ones(4)}, replace=True, recall_old=-1)
+    assert broker.stat(name).version == 4
     broker.delete(name)
 
 

@@ -119,6 +119,7 @@ class Broker(Gets):
         device: t.DeviceName | None = None,
         exports_unused: bool = False,
         rdma: t.Rdma = "auto",
+        recall_old: t.Time | None = None,
     ) -> Published:
         """Publishes memory under a name. Once it returns, the object is published, and this process may drop the memory or exit.
 
@@ -144,6 +145,10 @@ class Broker(Gets):
         `rdma` applies to the memory of copies, as in `vmmfd.empty`. Memory that is shared without a copy keeps its own setting; with
         `rdma=True` RDMA must be able to reach it.
 
+        `recall_old` recalls the name's earlier versions once the new one is published, and waits up to so many seconds (or a `timedelta`)
+        for their holders: see `recall`, whose result is `Published.recall`. A holder that remains, or an error of the recall, does not undo
+        the put.
+
         Blocks until all work on the device is done and the broker has answered. It synchronises the device's primary context, which
         invalidates any CUDA graph capture in progress there in this process: put before or after a capture.
 
@@ -157,6 +162,8 @@ class Broker(Gets):
         _arguments.flag(seal, "seal")
         if copy is not None:
             _arguments.flag(copy, "copy")
+        if recall_old is not None:
+            _arguments.seconds(recall_old, "recall_old")
         mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
         if part is not None and _arguments.text(part, "part") == "":
             raise Invalid("part='' is empty: name the part, or omit part for an object of one part")
@@ -199,7 +206,8 @@ class Broker(Gets):
                     _native.make_read_only(memory, promised)
         del keep_alive
         copied = sum(memory.size for _, memories, _, _ in plans for memory in memories if memory.copied)
-        return Published(name, version, id, copied)
+        recall = None if recall_old is None else self.recall(name, earlier=True, wait=recall_old)
+        return Published(name, version, id, copied, recall)
 
     async def put_async(self, name: str, value: t.Any, **options: t.Any) -> Published:
         """As `put`, for asyncio, with its options: the event loop runs other tasks meanwhile. If the task is cancelled, the object may have

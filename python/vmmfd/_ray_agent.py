@@ -184,7 +184,7 @@ class Agent:
         try:
             own = _copy(self._broker, wanted, name)
             if own is not None:
-                published = Published(name=own.name, version=own.version, id=own.id, copied=0)
+                published = Published(name=own.name, version=own.version, id=own.id, copied=0, recall=None)
             else:
                 what = name, stall, device
                 if pulling.failed is not None and pulling.failed[0] > asked and pulling.failed[1] == what:
@@ -243,7 +243,7 @@ class Agent:
                 seconds = time.monotonic() - began
                 done = {"name": name, "origin": wanted.origin, "source": source, "seconds": seconds, "checked": pulled.checked}
                 self._done.append(done)
-                return Published(name=name, version=pulled.version, id=pulled.id, copied=0)
+                return Published(name=name, version=pulled.version, id=pulled.id, copied=0, recall=None)
             finally:
                 if isinstance(offer, bytes):
                     _agent(source).end.options(concurrency_group="source").remote(wanted.origin, offer)

@@ -72,13 +72,14 @@ class Record:
 
 
 class Published(Record):
-    """The result of `Broker.put`: the object's `name`, its `version`, counted from 1, the version's UUID `id`, and how many bytes the
-    put `copied` to new memory: 0 if it shared all memory as it is."""
+    """The result of `Broker.put`: the object's `name`, its `version`, counted from 1, the version's UUID `id`, how many bytes the put
+    `copied` to new memory (0 if it shared all memory as it is), and the `recall` of earlier versions, None without `recall_old`."""
 
     name: str
     version: int
     id: str
     copied: int
+    recall: Recall | None
 
 
 class Owner(Record):
