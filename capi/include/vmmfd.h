@@ -975,6 +975,58 @@ typedef struct vmmfd_listing_t {
 } vmmfd_listing_t;
 
 /*
+ A lease of a recalled version.
+ */
+typedef struct vmmfd_holder_t {
+    /*
+     The process's command; NULL if the broker can't read it.
+     */
+    const char *command;
+    /*
+     The version's number.
+     */
+    uint64_t version;
+    /*
+     The size of the leased memory in bytes, as its creator claimed.
+     */
+    uint64_t size;
+    /*
+     The process, in the broker's PID namespace; 0 if it has no number there.
+     */
+    int pid;
+    /*
+     The process's user.
+     */
+    uint32_t uid;
+    /*
+     Whether the lease is released, or its process exited or disconnected. The end of the wait is no acknowledgement.
+     */
+    bool acknowledged;
+} vmmfd_holder_t;
+
+/*
+ The result of a recall. The caller frees it with `vmmfd_recall_free`, which also frees the texts.
+ */
+typedef struct vmmfd_recall_t {
+    /*
+     The number of holders.
+     */
+    size_t holder_count;
+    /*
+     The leases of the versions at the time of the request and since then.
+     */
+    const struct vmmfd_holder_t *const *holders;
+    /*
+     Whether the broker holds none of the versions any more. Their memory is free, except where a process has it mapped without a lease.
+     */
+    bool free;
+    /*
+     Whether a name keeps one of the versions without a lease.
+     */
+    bool kept;
+} vmmfd_recall_t;
+
+/*
  Connects to a broker. `path` is the socket's; NULL is `VMMFD_BROKER_SOCKET` of the environment, else this user's broker, else the
  system's.
 
@@ -1099,6 +1151,31 @@ void vmmfd_broker_free(struct vmmfd_broker_t *broker);
  */
 void vmmfd_listing_free(struct vmmfd_listing_t *listing);
 
+/*
+ Asks the processes that hold a version to release it, and waits until they have released it. No process can be forced: end a process that
+ does not acknowledge.
+
+ `version` is the version; 0 is the current one, and of a deleted name all versions that are still held. With `earlier`, and `version` 0,
+ all versions are recalled but the current one. The holders see it by `vmmfd_lease_recalled` and by handlers of the other languages. The
+ caller frees `*recall` with `vmmfd_recall_free`; it is NULL after a failure. Blocks for at most `wait_ms`, where 0 does not wait for the
+ holders, and for the broker's answers, each for at most the connection's timeout.
+
+ Errors: `VMMFD_NOT_FOUND` if there is no such object or version; `VMMFD_DENIED` if this user may not delete the name;
+ `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_recall(const struct vmmfd_broker_t *broker,
+                                          const char *name,
+                                          uint64_t version,
+                                          bool earlier,
+                                          uint64_t wait_ms,
+                                          struct vmmfd_recall_t **recall);
+
+/*
+ Frees the result of a recall. Does not block.
+ */
+void vmmfd_recall_free(struct vmmfd_recall_t *recall);
+
 /* ---- Leases ---- */
 
 /*
@@ -1188,6 +1265,20 @@ struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
  Frees facts about a lease. Does not block.
  */
 void vmmfd_lease_info_free(struct vmmfd_lease_info_t *info);
+
+/*
+ Returns whether the owner of the object has asked its readers for the memory of the lease's version: see `vmmfd_broker_recall`. Then free
+ the lease with all its arrays, switch it to another version and free the old one, or park it without `keep`.
+
+ `*recalled` is false after a failure, and for a parked lease that is not kept. The first call for a connection opens a second connection,
+ which receives only recalls, and blocks for at most the connection's timeout. Later calls do not block, except while the lease is switched.
+
+ Errors: `VMMFD_DISCONNECTED`; `VMMFD_NOT_FOUND` if no broker listens; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`;
+ `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_recalled(const struct vmmfd_lease_t *lease,
+                                           bool *recalled);
 
 /*
  Returns an array of a lease by name. After a switch, the same array shows the new version.
@@ -1307,6 +1398,10 @@ typedef enum vmmfd_event_kind_t {
      Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
      */
     VMMFD_EVENT_LOST = 7,
+    /*
+     The readers of the version were asked to release it.
+     */
+    VMMFD_EVENT_RECALLED = 8,
 } vmmfd_event_kind_t;
 
 /*

@@ -255,6 +255,12 @@ public:
     }
     /// Afterwards `next` holds the old version.
     void switch_to(const vmmfd::prepared &next) const { check(vmmfd_lease_switch(get(), next.get())); }
+    /// Whether the owner of the object asks for the memory.
+    bool recalled() const {
+        bool is_recalled;
+        check(vmmfd_lease_recalled(get(), &is_recalled));
+        return is_recalled;
+    }
     void park(bool keep = false) const { check(vmmfd_lease_park(get(), keep)); }
     void unpark(const get_options &options = {}) const { check(vmmfd_lease_unpark(get(), &options)); }
 };
@@ -264,6 +270,15 @@ public:
     using owner::owner;
     span<const vmmfd_object_t *const> objects() const && = delete;
     span<const vmmfd_object_t *const> objects() const & { return {get()->objects, get()->count}; }
+};
+
+/// The result of a recall.
+class recall : public owner<vmmfd_recall_t, vmmfd_recall_free> {
+public:
+    using owner::owner;
+    const vmmfd_recall_t *operator->() const { return get(); }
+    span<const vmmfd_holder_t *const> holders() const && = delete;
+    span<const vmmfd_holder_t *const> holders() const & { return {get()->holders, get()->holder_count}; }
 };
 
 class watch : public owner<vmmfd_watch_t, vmmfd_watch_free> {
@@ -333,6 +348,12 @@ public:
         vmmfd_listing_t *found = nullptr;
         check(vmmfd_broker_stat(get(), name.c_str(), version, &found));
         return vmmfd::listing(found);
+    }
+    /// Version 0 is the current one.
+    vmmfd::recall recall(const std::string &name, std::uint64_t version, bool earlier, std::uint64_t wait_ms) const {
+        vmmfd_recall_t *result = nullptr;
+        check(vmmfd_broker_recall(get(), name.c_str(), version, earlier, wait_ms, &result));
+        return vmmfd::recall(result);
     }
     void remove(const std::string &name) const { check(vmmfd_broker_delete(get(), name.c_str())); }
     vmmfd::watch watch(const std::string &prefix = "") const {

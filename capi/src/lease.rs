@@ -131,6 +131,23 @@ pub extern "C" fn vmmfd_lease_info_free(info: *mut vmmfd_lease_info_t) {
     owned::free(info);
 }
 
+/// Returns whether the owner of the object has asked its readers for the memory of the lease's version: see `vmmfd_broker_recall`. Then free
+/// the lease with all its arrays, switch it to another version and free the old one, or park it without `keep`.
+///
+/// `*recalled` is false after a failure, and for a parked lease that is not kept. The first call for a connection opens a second connection,
+/// which receives only recalls, and blocks for at most the connection's timeout. Later calls do not block, except while the lease is switched.
+///
+/// Errors: `VMMFD_DISCONNECTED`; `VMMFD_NOT_FOUND` if no broker listens; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`;
+/// `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_recalled(
+    lease: *const vmmfd_lease_t,
+    recalled: Option<&mut MaybeUninit<bool>>,
+) -> *mut vmmfd_error_t {
+    run_out(recalled, "recalled", || handle::get(lease)?.read(|object| Ok(object.is_recalled()?)))
+}
+
 /// Returns an array of a lease by name. After a switch, the same array shows the new version.
 ///
 /// `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with

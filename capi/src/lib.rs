@@ -29,5 +29,6 @@ pub mod listing;
 pub mod memory;
 mod owned;
 mod put;
+pub mod recall;
 mod versioned;
 pub mod watch;

@@ -60,6 +60,8 @@ pub enum vmmfd_event_kind_t {
     VMMFD_EVENT_ENDED = 6,
     /// Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
     VMMFD_EVENT_LOST = 7,
+    /// The readers of the version were asked to release it.
+    VMMFD_EVENT_RECALLED = 8,
 }
 
 /// An event. The texts are valid until the next call of `vmmfd_watch_next` with the watch, or until it is freed.
@@ -260,6 +262,7 @@ impl Watching {
                 EventKind::Reported => vmmfd_event_kind_t::VMMFD_EVENT_REPORTED,
                 EventKind::Leased => vmmfd_event_kind_t::VMMFD_EVENT_LEASED,
                 EventKind::Ended => vmmfd_event_kind_t::VMMFD_EVENT_ENDED,
+                EventKind::Recalled => vmmfd_event_kind_t::VMMFD_EVENT_RECALLED,
                 _ => vmmfd_event_kind_t::VMMFD_EVENT_UNKNOWN,
             },
             name: keep(name),

@@ -121,6 +121,54 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, name, &options, &lease));
 }
 
+/* Waits until a lease is recalled, and frees it. */
+static void *give_up(void *lease) {
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    bool recalled = false;
+    while (!recalled && nanosleep(&pause, NULL) == 0)
+        CHECK(vmmfd_lease_recalled(lease, &recalled));
+    vmmfd_lease_free(lease);
+    return NULL;
+}
+
+/* One holder keeps its lease, another one frees it when it is asked. */
+static void test_recall(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name) {
+    vmmfd_lease_t *lease, *other;
+    vmmfd_recall_t *recall;
+    pthread_t thread;
+    bool recalled = true;
+    vmmfd_put_options_t any = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_ANY};
+    put(broker, device, name, 0, &any);
+    CHECK(vmmfd_broker_get(broker, device, name, NULL, &lease));
+    CHECK(vmmfd_lease_recalled(lease, &recalled));
+    EXPECT(!recalled);
+    CHECK(vmmfd_broker_recall(broker, name, 0, false, 0, &recall));
+    EXPECT(recall->holder_count == 1 && !recall->free && recall->kept);
+    const vmmfd_holder_t *holder = recall->holders[0];
+    EXPECT(holder->pid == getpid() && holder->uid == getuid() && holder->version == 1 && !holder->acknowledged);
+    EXPECT(strcmp(holder->command, "every") == 0 && holder->size >= 8 * sizeof(uint32_t));
+    vmmfd_recall_free(recall);
+    give_up(lease);
+    CHECK(vmmfd_broker_get(broker, device, name, NULL, &other));
+    CHECK(vmmfd_lease_recalled(other, &recalled));
+    EXPECT(!recalled);
+    put(broker, device, name, 0, &any);
+    EXPECT(pthread_create(&thread, NULL, give_up, other) == 0);
+    CHECK(vmmfd_broker_recall(broker, name, 0, true, 20000, &recall));
+    EXPECT(recall->holder_count == 1 && recall->holders[0]->acknowledged && recall->free && !recall->kept);
+    vmmfd_recall_free(recall);
+    EXPECT(pthread_join(thread, NULL) == 0);
+    FAILS(VMMFD_INVALID, vmmfd_lease_recalled(other, &recalled));
+    CHECK(vmmfd_broker_recall(broker, name, 2, false, 20000, &recall));
+    EXPECT(recall->holder_count == 0 && !recall->free && recall->kept);
+    vmmfd_recall_free(recall);
+    FAILS(VMMFD_INVALID, vmmfd_broker_recall(broker, name, 2, true, 0, &recall));
+    EXPECT(recall == NULL);
+    FAILS(VMMFD_NOT_FOUND, vmmfd_broker_recall(broker, name, 7, false, 0, &recall));
+    CHECK(vmmfd_broker_delete(broker, name));
+    vmmfd_recall_free(NULL);
+}
+
 /* Arguments that contradict themselves, or exceed a limit. */
 static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *device) {
     vmmfd_array_t *array = numbers(device, 1, 0);
@@ -500,6 +548,8 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     FAILS(VMMFD_NOT_FOUND, vmmfd_broker_delete(broker, name));
     test_arguments(broker, device);
     test_parts(broker, device, name);
+    snprintf(name, sizeof name, "every/recall-%d", (int)getpid());
+    test_recall(broker, device, name);
     test_stop(device);
     test_interrupted_watch();
     test_freed_watch();

@@ -25,7 +25,7 @@ const TOPICS: [(&str, &[&str]); 8] = [
     ("Memory", &["memory"]),
     ("Arrays", &["array"]),
     ("Handoffs between two processes", &["handoff"]),
-    ("Brokers", &["broker", "get", "listing"]),
+    ("Brokers", &["broker", "get", "listing", "recall"]),
     ("Leases", &["lease"]),
     ("Watches", &["watch"]),
 ];

@@ -68,6 +68,7 @@ NEEDS_NAME(vmmfd::array, info());
 NEEDS_NAME(vmmfd::array, shape());
 NEEDS_NAME(vmmfd::lease_info, parts());
 NEEDS_NAME(vmmfd::listing, objects());
+NEEDS_NAME(vmmfd::recall, holders());
 NEEDS_NAME(vmmfd::watch, descriptor());
 NEEDS_NAME(vmmfd::watch, next());
 
@@ -140,6 +141,8 @@ static void broker(const vmmfd::device &device, const char *path) {
     EXPECT(last(values) == 21);
     auto listing = broker.list(name), described = broker.stat(name);
     EXPECT(listing.objects().size() == 1 && described.objects()[0]->version == 2);
+    auto recall = broker.recall(name, 0, false, 0);
+    EXPECT(recall->kept && recall.holders().size() == 1 && !recall.holders()[0]->acknowledged && lease.recalled());
     broker.interrupt();
     ranges(broker, device, name);
     broker.remove(name);
