@@ -1,6 +1,7 @@
 //! `_native.Client`: requests to a broker. `vmmfd.Broker` wraps it.
 
 use std::{
+    os::fd::{IntoRawFd, RawFd},
     path::PathBuf,
     sync::{Arc, Weak},
 };
@@ -9,7 +10,7 @@ use pyo3::{PyTraverseError, PyVisit, prelude::*, types::PyList};
 use serde::Serialize;
 use vmmfd::{
     bindings::lock,
-    broker::{self, ClaimOf, Condition, Found, Lifetime, Put, RecallOf},
+    broker::{self, ClaimOf, Condition, Found, LeasedPart, Lifetime, Put, RecallOf},
     channel::{BrokerPath, Trust},
     memory::Rdma,
     session::Config,
@@ -174,6 +175,21 @@ impl Client {
         let get = options.request(&name, &opening.selection)?;
         let leased = self.0.call(py, Purpose::Any, |client| self.0.open(client.get(&get)?, opening))?;
         Ok(Lease::new(leased))
+    }
+
+    /// Returns a descriptor of an object's only allocation, which the caller must close. Maps nothing. The lease ends: the descriptor keeps
+    /// the memory.
+    fn descriptor(&self, py: Python<'_>, name: Text, options: GetOptions<'_>) -> Outcome<RawFd> {
+        let get = options.request(&name, &Selection::default())?;
+        let segments = self.0.call(py, Purpose::Any, |client| {
+            let parts = client.get(&get)?.into_parts().into_iter();
+            Ok(parts.map(LeasedPart::into_segments).collect::<vmmfd::Result<Vec<_>>>()?)
+        })?;
+        let mut descriptors: Vec<_> = segments.into_iter().flatten().map(|(_, fd)| fd).collect();
+        match (descriptors.pop(), descriptors.len()) {
+            (Some(fd), 0) => Ok(fd.into_raw_fd()),
+            (_, others) => Err(Failure::invalid(format!("{:?} has {} allocations, not one", &*name, others + 1))),
+        }
     }
 
     /// Checks the arguments of a get.

@@ -36,7 +36,7 @@ def mypy(tmp_path_factory: pytest.TempPathFactory) -> Mypy:
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 # Packages that the package and the examples import, and that CI may lack.
-OTHERS = "torch.*,transformers.*,vllm.*,ray.*,numba.*"
+OTHERS = "lmcache.*,torch.*,transformers.*,vllm.*,ray.*,numba.*"
 
 
 def test_mypy_accepts_the_package(mypy: Mypy) -> None:
