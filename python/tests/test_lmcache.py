@@ -154,16 +154,21 @@ wrapper.close()
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore")
 def test_lmcache_shares_tensor_with_process(socket: str, child: Callable[..., Child]) -> None:
-    for module in ("torch", "cupy", "msgspec", WRAPPER):
+    for module in ("torch", "cupy", "msgspec", "cuda.bindings.driver", WRAPPER):
         pytest.importorskip(module)
     code = f"""
-    import os, subprocess, sys, warnings
+    import os, subprocess, sys, types, warnings
     warnings.simplefilter("ignore")
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    import lmcache.v1
     import torch
     import vmmfd
-    from vmmfd.engines import lmcache
+    # The wrapper needs one module of these packages, whose own code imports all of LMCache's dependencies.
+    for name in ("lmcache.v1.gpu_connector", "lmcache.v1.gpu_connector.kv_format"):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = [os.path.join(os.path.dirname(lmcache.__file__), *name.split(".")[1:])]
     from {WRAPPER} import VmmCudaIPCWrapper
+    from vmmfd.engines import lmcache
     tensor = torch.arange(4000, dtype=torch.bfloat16, device="cuda").reshape(4, 1000)
     wrapper = VmmCudaIPCWrapper.wrap(tensor)
     with vmmfd.connect(sys.argv[1], backend="cuda") as broker:
