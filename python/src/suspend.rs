@@ -104,10 +104,7 @@ fn is_of(leased: &Leased, connections: &Connections) -> bool {
 fn refuse(obstacles: Vec<String>) -> Outcome<()> {
     match obstacles.is_empty() {
         true => Ok(()),
-        false => Err(Failure::unusable(format!(
-            "this process can't be suspended, as other processes share its memory: {}",
-            obstacles.join("; ")
-        ))),
+        false => Err(Failure::unusable(format!("this process can't be suspended: {}", obstacles.join("; ")))),
     }
 }
 
@@ -125,7 +122,7 @@ fn leased_obstacle(connections: &Connections, leased: &Leased, exports_unused: b
         0 => None,
         _ if exports_unused => None,
         count => Some(format!(
-            "other libraries hold {count} exports of {}: drop them, or give exports_unused=True if nothing uses them until resume",
+            "other libraries hold exports of {} ({count}): drop them, or give exports_unused=True if nothing uses them until resume",
             shown(leased)
         )),
     }
