@@ -70,21 +70,21 @@ def test_ties_are_published_with_remedies(communicate: Callable[..., None], monk
     communicate(ca_comm=SimpleNamespace(disabled=False), symm_mem_comm=SimpleNamespace(disabled=True), all2all_manager=None)
     _vllm_apart.publish()
     assert published() == [
-        "memory of the engine's other ranks (NCCL, vLLM's custom all-reduce)\n"
-        "start the engine with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0, --disable-custom-all-reduce"
+        "memory of the engine's other ranks (NCCL, vLLM's custom all-reduce, PyTorch's symmetric memory)\n"
+        "start the engine with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0, --disable-custom-all-reduce, VLLM_ALLREDUCE_USE_SYMM_MEM=0"
     ]
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     _vllm_apart.publish()
     assert published() == [
-        "memory of the engine's other ranks (NCCL, vLLM's custom all-reduce)\n"
-        "start the engine with NCCL_CUMEM_ENABLE=0, --disable-custom-all-reduce"
+        "memory of the engine's other ranks (NCCL, vLLM's custom all-reduce, PyTorch's symmetric memory)\n"
+        "start the engine with NCCL_CUMEM_ENABLE=0, --disable-custom-all-reduce, VLLM_ALLREDUCE_USE_SYMM_MEM=0"
     ]
 
 
 def test_ranks_apart_publish_an_empty_text(communicate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in APART.items():
         monkeypatch.setenv(name, value)
-    communicate(ca_comm=None, symm_mem_comm=SimpleNamespace(disabled=True))
+    communicate(ca_comm=SimpleNamespace(disabled=True), symm_mem_comm=None)
     _vllm_apart.publish()
     assert published() == [""]
     communicate(all2all_manager=object())

@@ -109,7 +109,7 @@ def parallel_suspend(lab):
     (model,) = lab.checkpoints(("large", "plain"))
     broker = Broker(lab, "apart")
     options = dict(script="live.py", tensor_parallel_size=size, enable_sleep_mode=True)
-    apart = dict(disable_custom_all_reduce=True, environment={"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"})
+    apart = dict(disable_custom_all_reduce=True, environment={"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})
     engines = {
         "of-vllm-alone": lab.engine("alone", model, **options),
         "default-options": lab.engine("default", model, broker, sleep_mode_backend="vmmfd", **options),

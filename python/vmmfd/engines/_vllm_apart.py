@@ -46,7 +46,7 @@ def _ties() -> Iterator[tuple[str, str]]:
     if missing:
         yield "NCCL", " ".join(missing)
     for field, named in _LIBRARIES.items():
-        if any(_is_used(getattr(each, field, None)) for each in _communicators()):
+        if any(_is_used(field, getattr(each, field, None)) for each in _communicators()):
             yield named
 
 
@@ -59,5 +59,7 @@ def _communicators() -> Iterator[Any]:
             yield group.device_communicator
 
 
-def _is_used(library: Any) -> bool:
-    return library is not None and not getattr(library, "disabled", False)
+def _is_used(field: str, library: Any) -> bool:
+    # Without multicast, symmetric memory is disabled after its buffer was mapped, and the restore fails.
+    is_off = field != "symm_mem_comm" and getattr(library, "disabled", False)
+    return library is not None and not is_off

@@ -36,7 +36,7 @@ pub(super) fn check(processes: &[&Process], apart: bool) -> Result<()> {
 const UNKNOWN: &str = "may have mapped memory of other ranks, as it has a communicator of NCCL";
 
 const UNKNOWN_REMEDY: &str = "start the program with NCCL_P2P_DISABLE=1 and NCCL_CUMEM_ENABLE=0, and without other libraries that share memory \
-     between ranks (in vLLM: --disable-custom-all-reduce). Then --ranks-apart suspends it";
+     between ranks (in vLLM: --disable-custom-all-reduce and VLLM_ALLREDUCE_USE_SYMM_MEM=0). Then --ranks-apart suspends it";
 
 fn tied(Process { pid, command, .. }: &Process, mut reason: String, mut remedy: String) -> vmmfd::Error {
     clean(&mut reason);
