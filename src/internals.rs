@@ -29,7 +29,7 @@ pub use crate::driver::{
 };
 use crate::{
     array::ElementType,
-    broker::{Server, ServerConfig},
+    broker::ServerConfig,
     channel::{Cancel, Listener, Peer},
     driver::{Backend, DeviceUuid, Driver},
     error::{BrokerError, RefusalCode, Result},
@@ -54,12 +54,9 @@ pub use crate::{
     wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten},
 };
 
-/// Starting and running the processes of the commands `serve` and `keeper`.
+/// The process of the command `keeper`.
 pub mod keeper {
-    pub use crate::broker::{
-        keeper::{Role, check_reachable, reload},
-        start::{ServiceProcess, begin_service, run_keeper},
-    };
+    pub use crate::broker::{keeper::check_reachable, start::run_keeper};
 }
 
 /// Sizes and counts as text.
@@ -152,15 +149,15 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer> {
     Peer::of(socket)
 }
 
-/// The configuration of a server that its keeper started. After `restart` is cancelled, the server exits as soon as the keeper confirms
-/// that it holds everything, and the keeper starts the next server.
-pub fn started_by_keeper(config: ServerConfig, restart: Cancel) -> ServerConfig {
-    ServerConfig { started_by_keeper: Some(restart), ..config }
+/// The configuration of a server that exits once its keeper confirms that it holds everything, after `leave` is cancelled. The keeper stays
+/// for the next server.
+pub fn leaving(config: ServerConfig, leave: Cancel) -> ServerConfig {
+    ServerConfig { leave: Some(leave), ..config }
 }
 
-/// Whether a server took over the objects of its predecessor.
-pub fn is_restarted(server: &Server) -> bool {
-    server.is_restarted()
+/// The configuration of a server that starts its own program, with `arguments`, as its keeper, and ends the keeper when it exits on request.
+pub fn with_own_keeper(config: ServerConfig, arguments: Vec<std::ffi::OsString>) -> ServerConfig {
+    ServerConfig { own_keeper: Some(arguments), ..config }
 }
 
 /// Creates a broker's refusal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -65,12 +66,13 @@ def command() -> list[str]:
 
 
 class Server:
-    """A broker server in a child process. With a keeper, the child is the keeper, and the server its child."""
+    """A broker server in a child process. With a keeper, the next server starts after each death, as under an init."""
 
     def __init__(self, folder: Path, *options: str, with_keeper: bool = False) -> None:
         self.folder = folder
         self.path = str(folder / "broker.sock")
         # The server refuses the emulated driver's memory without this option: it is not NVIDIA's.
+        self.with_keeper = with_keeper
         options = options if with_keeper else ("--no-keeper", *options)
         self.options = (*options, *(["--emulated"] if "FAKECUDA_DEVICES" in os.environ and "--emulated" not in options else []))
         self.process: subprocess.Popen[str] | None = None
@@ -83,6 +85,26 @@ class Server:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "listening" in line, (line, (self.folder / "server.log").read_text())
+        if self.with_keeper:
+            threading.Thread(target=self._start_again, args=(self.process,), daemon=True).start()
+
+    def _start_again(self, process: subprocess.Popen[str]) -> None:
+        process.wait()
+        if self.process is process:
+            self.start()
+
+    def keepers(self) -> dict[int, int]:
+        """The keeper and, without a server, its twin: the pid of each with its parent's."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{self.path}.keeper" in (entry / "cmdline").read_text().split("\0"):
+                    found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        return found
+
+    def keeper(self) -> int:
+        found = self.keepers()
+        return next(pid for pid, parent in found.items() if parent not in found)
 
     @property
     def pid(self) -> int:

@@ -79,22 +79,9 @@ def children(pid: int) -> list[int]:
     return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
 
 
-def server_of(keeper: Server) -> int:
-    """The process of the server, which its keeper starts."""
-    assert keeper.process is not None
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        if found := children(keeper.pid):
-            assert len(found) == 1, found
-            return found[0]
-        time.sleep(0.01)
-    log = (keeper.folder / "server.log").read_text()[-2000:]
-    raise AssertionError(f"the keeper did not start the server again in {LIMIT} s: it ended with {keeper.process.poll()}\n{log}")
-
-
 def files_of(server: Server) -> list[int]:
     """The numbers of open files of the keeper and of the server."""
-    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (server.pid, server_of(server))]
+    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (server.keeper(), server.pid)]
 
 
 class Load:
@@ -124,7 +111,7 @@ class Load:
         place = "a" if kind.startswith("source") else "b"
         if kind.endswith("agent"):
             return self.rig.pid(place)
-        return source if kind.endswith("actor") else server_of(self.rig.servers["ab".index(place)])
+        return source if kind.endswith("actor") else self.rig.servers["ab".index(place)].pid
 
     def round(self, number: int, kind: str) -> None:
         (actor, pid), seed = self.spare[-1], number + 1

@@ -2,7 +2,7 @@
 //!
 //! A process [puts](Client::put) its memory under a name, and may then exit. Other processes [get](Client::get) the memory by name, map it
 //! read-only and hold a [`Lease`] as long as they use it. A new version replaces the old version at once; readers keep the version they
-//! hold. The [`Server`] holds descriptors and a catalogue. It never loads the CUDA driver.
+//! hold. The [`Server`] holds descriptors and their description. It never loads the CUDA driver.
 //!
 //! ```
 //! use std::{thread, time::Duration};
@@ -46,9 +46,9 @@
 //!
 //! [`crate::wire::broker`] defines the messages.
 
-mod catalogue;
 mod client;
 pub(crate) mod keeper;
+mod manifest;
 mod name;
 pub(crate) mod notify;
 mod request;
@@ -67,7 +67,7 @@ pub use self::server::MIN_FILE_LIMIT;
 pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldClaim, HeldLease, KeeperInfo, Lifetime,
-    Maker, Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
+    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldClaim, HeldLease, KeeperInfo, Lifetime, Maker,
+    Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
     UserTotal, VersionInfo,
 };

@@ -141,6 +141,31 @@ impl Listener {
         Ok((Self { socket, path: path.to_owned(), file, mark }, marked_by))
     }
 
+    /// Listens on another socket at the same path, whose file was removed or replaced. On failure the current socket and mark stay.
+    ///
+    /// # Errors
+    /// The errors of [`Listener::bind`].
+    pub(crate) fn bind_again(
+        &mut self,
+        rights: impl Fn(&SocketName<'_>) -> io::Result<()>,
+        cancel: &Cancel,
+    ) -> Result<()> {
+        // Its own mark would be another server's.
+        let is_marked = self.mark.take().is_some();
+        match Self::bind_and_mark(&self.path, rights, is_marked, LOCK_TIMEOUT, cancel) {
+            Ok((bound, _)) => {
+                *self = if self.file.is_none() { bound.leave_file() } else { bound };
+                Ok(())
+            }
+            Err(error) => {
+                if is_marked {
+                    self.renew_mark();
+                }
+                Err(error)
+            }
+        }
+    }
+
     /// Takes the lock of a path on which no process serves.
     fn lock_free<'a>(folder: &'a File, path: &Path, timeout: Duration, cancel: &Cancel) -> Result<PathLock<'a>> {
         let (folder_path, name) = split(path)?;

@@ -40,7 +40,7 @@ pub(crate) use self::{
     cancel::{call_no_checks, deadline_after},
     connect::connect_socket,
     listener::SocketName,
-    path::private_socket_path,
+    path::created_socket_path,
 };
 pub use crate::wire::Message;
 use crate::{

@@ -144,19 +144,14 @@ pub fn default_broker_socket() -> Result<PathBuf> {
     Ok(folder.join(BROKER_SOCKET))
 }
 
-/// Checks a path for a socket that only this user may reach. Creates its folder with mode 0700 if it does not exist.
+/// Checks a path for a socket. Creates its folder with mode 0700 if it does not exist.
 ///
 /// # Errors
-/// [`SocketError::Path`] if the path is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or is
-/// open to others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
-pub(crate) fn private_socket_path(given: &Path) -> Result<PathBuf> {
+/// [`SocketError::Path`] if the path is too long; [`SocketError::DefaultFolder`] if the folder can't be created.
+pub(crate) fn created_socket_path(given: &Path) -> Result<PathBuf> {
     let (folder, _) = split(given)?;
-    create_private(&folder)?;
-    let metadata = fs::symlink_metadata(&folder)
-        .map_err(|error| Error::Socket(SocketError::DefaultFolder { path: folder.clone(), source: error }))?;
-    if metadata.mode() & 0o077 != 0 {
-        let reason = format!("others may open it (mode {:o}): use a folder of mode 700", metadata.mode() & 0o7777);
-        return Err(Error::Socket(SocketError::UnsafeFolder { path: folder, reason }));
+    if fs::symlink_metadata(&folder).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        create_private(&folder)?;
     }
     usable(Some(given), "")
 }

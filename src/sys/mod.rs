@@ -3,7 +3,6 @@
 
 mod descriptor;
 pub mod dlpack;
-mod file;
 pub mod fork;
 pub(crate) mod inherited;
 mod lock;
@@ -15,16 +14,13 @@ mod steps;
 pub(crate) mod thread;
 
 pub use self::descriptor::eventfd;
-#[cfg(test)]
-pub(crate) use self::file::tests::without_kcmp;
 pub use self::lock::{lock, try_lock};
 pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub use self::steps::interruptible;
 pub(crate) use self::{
     descriptor::{above_standard, occupy_standard, replace},
-    file::kcmp,
-    process::{Program, started_ms},
+    process::{fork_process, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
 };
 

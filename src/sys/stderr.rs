@@ -3,9 +3,10 @@
 use std::{
     io::{self, Write},
     os::fd::AsFd,
+    ptr,
     sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering},
         mpsc::{self, Receiver, Sender},
     },
     thread,
@@ -24,7 +25,13 @@ const QUEUE_LIMIT: usize = 256 << 10;
 /// The time limit of [`flush_stderr`].
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-static QUEUE: OnceLock<Queue> = OnceLock::new();
+/// Null until [`never_block_on_stderr`]. Never freed: a fork can't free the queue of its parent, whose locks it may have copied.
+static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(ptr::null_mut());
+
+fn queue() -> Option<&'static Queue> {
+    // SAFETY: the pointer is null or comes from a leaked box.
+    unsafe { QUEUE.load(Ordering::Acquire).as_ref() }
+}
 
 /// Lines for the writer thread. `O_NONBLOCK` is not an alternative: it belongs to the open file description, which other processes share.
 struct Queue {
@@ -44,7 +51,7 @@ pub struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let Some(Queue { lines, counters }) = QUEUE.get() else { return io::stderr().write(line) };
+        let Some(Queue { lines, counters }) = queue() else { return io::stderr().write(line) };
         let add = |bytes: usize| bytes.checked_add(line.len()).filter(|sum| *sum <= QUEUE_LIMIT);
         let fits = counters.queued_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).is_ok();
         if !fits || lines.send(line.to_vec()).is_err() {
@@ -58,7 +65,7 @@ impl Write for Stderr {
     }
 }
 
-/// Makes [`Stderr`] non-blocking in this process: a thread writes the lines.
+/// Makes [`Stderr`] non-blocking in this process: a thread writes the lines. A fork needs a call of its own.
 ///
 /// # Errors
 /// See pthread_create(3).
@@ -71,14 +78,13 @@ pub fn never_block_on_stderr() -> io::Result<()> {
     let spawned = thread::Builder::new().name("stderr".to_owned()).spawn(move || write_lines(&receiver, &shared));
     mask.thread_set_mask()?;
     spawned?;
-    // A second call changes nothing.
-    let _ = QUEUE.set(Queue { lines, counters });
+    QUEUE.store(Box::into_raw(Box::new(Queue { lines, counters })), Ordering::Release);
     Ok(())
 }
 
 /// Waits until the queue is empty, for at most half a second: the reader may have stopped.
 pub fn flush_stderr() {
-    let Some(Queue { counters, .. }) = QUEUE.get() else { return };
+    let Some(Queue { counters, .. }) = queue() else { return };
     let started = Instant::now();
     while counters.queued_bytes.load(Ordering::Acquire) > 0 && started.elapsed() < FLUSH_TIMEOUT {
         thread::sleep(Duration::from_millis(1));

@@ -3,7 +3,6 @@ import contextlib
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -33,10 +32,15 @@ class Process:
     def __init__(self, lab, name, command, **environment):
         self.lab, self.name = lab, name
         self.log = lab.folder / f"{name}.log"
-        with open(self.log, "w") as log:
-            self.child = subprocess.Popen([str(each) for each in command], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                                          env=os.environ | environment, start_new_session=True, text=True, bufsize=1)
+        self.command, self.environment = [str(each) for each in command], os.environ | environment
+        self.log.write_text("")
+        self.start()
         lab.processes.append(self)
+
+    def start(self):
+        with open(self.log, "a") as log:
+            self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                                          env=self.environment, start_new_session=True, text=True, bufsize=1)
 
     def text(self):
         return self.log.read_text(errors="replace")
@@ -82,32 +86,36 @@ class Broker(Process):
         super().__init__(lab, f"broker-{name}", [lab.command, "serve", "--socket", self.path])
         self.wait_for("line that it listens", lambda: "listening" in self.text(), 20)
 
-    def has_ended(self):
-        """If the keeper, a child, is killed, the server replaces it."""
-        return self.child.poll() is not None and not self.members()
-
-    def members(self):
-        """Returns the pids of server and keeper, by command line, with the pid of each parent."""
+    def keepers(self):
+        """Returns the pids of the keeper, which outlives the server, and of its twin, with the pid of each parent."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"serve" in words and str(self.path).encode() in words:
+                if f"{self.path}.keeper".encode() in words:
                     found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         return found
 
-    def server(self):
-        """Returns the pid that owns connections: a child of the other process, or the pid in the first line."""
-        named = [int(pid) for pid in re.findall(r"as pid (\d+)", self.text())]
-        members = self.members()
-        alive = [pid for pid in named if pid in members]
-        return alive[-1] if alive else next((pid for pid, parent in members.items() if parent in members), None)
+    def keeper(self):
+        found = self.keepers()
+        return next(pid for pid, parent in found.items() if parent not in found)
 
     def kill_server(self):
-        """Kills the server and waits for the next one."""
-        members = self.members()
-        os.kill(self.server(), signal.SIGKILL)
-        self.wait_for("new server", lambda: set(self.members()) - set(members), 20)
+        """Kills the server and starts the next one, which takes over from the keeper."""
+        self.child.kill()
+        self.child.wait()
+        listening = self.text().count("listening")
+        self.start()
+        self.wait_for("line that the next server listens", lambda: self.text().count("listening") > listening, 20)
+
+    def kill(self):
+        super().kill()
+        # A twin continues when its keeper is killed.
+        while found := self.keepers():
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL)
 
     def ask(self, *command):
         command = [*command, "--socket", str(self.path), "--json"]

@@ -397,32 +397,26 @@ def deaths(row, server, broker, maker, requests=200):
             with lock:
                 done[0] += 1
 
-    def kill(after, name, pid):
+    def kill(after, name, action):
         while done[0] < after:
             time.sleep(0.01)
-        if pid is None:
-            maker.kill()
-        else:
-            os.kill(pid, signal.SIGKILL)
+        action()
         row[f"{name}_killed_after"] = done[0]
 
     with ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(one, index) for index in range(requests)]
-        members = broker.members()
-        first = broker.server()
-        kill(requests // 5, "server", first)
-        replaced = broker.wait_for("new server", lambda: set(broker.members()) - set(members), 20)
+        kill(requests // 5, "server", broker.kill_server)
         row["objects_after_server"] = len(broker.ask("ls")["objects"])
-        (keeper,) = set(members) - {first}
-        kill(requests // 2, "keeper", keeper)
-        broker.wait_for("new keeper", lambda: set(broker.members()) - set(members) - replaced, 20)
+        keeper = broker.keeper()
+        kill(requests // 2, "keeper", lambda: os.kill(keeper, signal.SIGKILL))
+        broker.wait_for("new keeper", lambda: set(broker.keepers()) - {keeper}, 20)
         row["objects_after_keeper"] = len(broker.ask("ls")["objects"])
-        kill(requests * 4 // 5, "maker", None)
+        kill(requests * 4 // 5, "maker", maker.kill)
         failed = [str(answer.exception())[:200] for answer in answers if answer.exception()]
     row["requests"], row["failed"] = requests, len(failed)
     row.require(not failed, f"{len(failed)} requests failed: {failed[:2]}")
     row.require(row["objects_after_server"] == row["objects_after_keeper"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "turns": (turns, 240),
-          "turns-eight": (turns_eight, 280), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260)}
+GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "turns": (turns, 360),
+          "turns-eight": (turns_eight, 420), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260)}

@@ -18,10 +18,9 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused},
-    broker_faults::{CHUNK, CHUNKS, MANY, send_segments},
     broker_process::{Process, Raw, Setup},
     support::Subject,
-    support::material::{Material, get_message, memfd, restore},
+    support::material::{CHUNK, CHUNKS, MANY, Material, get_message, memfd, restore, send_segments},
 };
 
 const MIB: u64 = 1 << 20;

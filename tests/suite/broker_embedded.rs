@@ -27,7 +27,7 @@ use crate::{
     examples,
     running::binary,
     support::{
-        Subject, in_child,
+        Subject, in_child, parent_of,
         served::{copied, is_alive, with_argument},
         session::spawn_alone,
     },
@@ -87,13 +87,14 @@ impl Place {
         stderr
     }
 
-    fn keeper_folder(&self) -> PathBuf {
+    fn keeper_socket(&self) -> PathBuf {
         self.folder.path().join("broker.sock.keeper")
     }
 
-    /// The running keepers.
+    /// The running keepers. A twin does not count.
     fn keepers(&self) -> Vec<Pid> {
-        with_argument(&self.keeper_folder().join("keeper.sock"))
+        let all = with_argument(&self.keeper_socket());
+        all.iter().copied().filter(|&pid| parent_of(pid).is_some_and(|parent| !all.contains(&parent))).collect()
     }
 
     /// The only running keeper.
@@ -125,8 +126,16 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        for pid in with_argument(&self.socket).into_iter().chain(self.keepers()) {
-            let _ = kill(pid, Signal::SIGKILL);
+        // The program first: it would start another keeper. A twin continues when its keeper is killed.
+        for path in [&self.socket, &self.keeper_socket()] {
+            until(|| {
+                let left = with_argument(path);
+                for &pid in &left {
+                    // Fails if it has exited.
+                    let _ = kill(pid, Signal::SIGKILL);
+                }
+                !left.into_iter().any(is_alive)
+            });
         }
     }
 }
@@ -153,7 +162,7 @@ fn embedded_objects_survive_kills() {
         place.put(&subject, &format!("object-{value}"), value);
         // A second program is refused.
         let error = place.fail(&place.vmmfd);
-        assert!(error.contains(&format!("it already serves pid {}", program.id())), "{error}");
+        assert!(error.contains(&format!("already served by pid {}", program.id())), "{error}");
         end(program);
         assert!(is_alive(first));
         program = place.start();
@@ -189,7 +198,7 @@ fn unused_keeper_ends_with_its_program() {
         place.client().delete("object").unwrap();
         stop(program);
         until(|| place.keepers().is_empty());
-        assert!(!place.keeper_folder().exists() && !place.socket.exists());
+        assert!(!place.keeper_socket().exists() && !place.socket.exists());
     }
 }
 
@@ -203,7 +212,7 @@ fn unusable_keeper_programs_are_refused() {
         "{said}"
     );
     let said = place.fail(Path::new("/bin/true"));
-    assert!(said.contains("start the keeper /bin/true") && said.contains("it died before"), "{said}");
+    assert!(said.contains("start the keeper /bin/true") && said.contains("it died before it listened"), "{said}");
     let said = place.fail(&place.program);
     assert!(said.contains("it is this program itself: give the path of the `vmmfd` program"), "{said}");
     // If the server fails to start, its keeper exits.

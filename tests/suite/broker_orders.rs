@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::unix::fs::PermissionsExt,
     path::Path,
     process::{Command, Stdio},
     thread,
@@ -15,19 +15,19 @@ use nix::{
     unistd::Pid,
 };
 use vmmfd::{
-    broker::{Client, Get, Put, PutPart},
+    broker::{Client, Put, PutPart},
     session::Config,
     wire::broker::Message,
 };
 
 use crate::{
     broker::filled,
-    broker_faults::value,
     broker_process::Raw,
     running::binary,
     support::{
         Subject,
-        served::{Keeper, Served, copied, stored, with_argument},
+        material::value,
+        served::{Keeper, Served, stored},
         session::Session,
     },
 };
@@ -44,7 +44,10 @@ enum Process {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     Kill(Process),
+    /// Only of the server.
     HangUp(Process),
+    /// Only of the keeper.
+    Terminate(Process),
     /// The process continues after the next event.
     Stop(Process),
 }
@@ -52,7 +55,7 @@ enum Event {
 const EVENTS: [Event; 6] = [
     Event::Kill(Process::Keeper),
     Event::Kill(Process::Server),
-    Event::HangUp(Process::Keeper),
+    Event::Terminate(Process::Keeper),
     Event::HangUp(Process::Server),
     Event::Stop(Process::Keeper),
     Event::Stop(Process::Server),
@@ -63,6 +66,7 @@ impl Event {
         let (process, signal) = match self {
             Self::Kill(process) => (process, Signal::SIGKILL),
             Self::HangUp(process) => (process, Signal::SIGHUP),
+            Self::Terminate(process) => (process, Signal::SIGTERM),
             Self::Stop(process) => (process, Signal::SIGSTOP),
         };
         kill(if process == Process::Server { server } else { keeper }, signal).unwrap();
@@ -72,7 +76,7 @@ impl Event {
     fn replaces(self) -> [bool; 2] {
         match self {
             Self::Kill(Process::Server) | Self::HangUp(_) => [true, false],
-            Self::Kill(Process::Keeper) => [false, true],
+            Self::Kill(Process::Keeper) | Self::Terminate(_) => [false, true],
             Self::Stop(_) => [false, false],
         }
     }
@@ -127,11 +131,10 @@ impl<'a> Broker<'a> {
     #[track_caller]
     fn pair(&self) -> [Pid; 2] {
         self.until("a full pair of processes", || {
-            let [first, second] = with_argument(&self.served.path)[..] else { return None };
+            let [keeper] = self.served.keepers()[..] else { return None };
             let server = self.server()?;
-            let keeper = if server == first { second } else { first };
             let count = stored(server);
-            (count > usize::from(self.objects) && stored(keeper) == count).then_some([server, keeper])
+            (count >= usize::from(self.objects) && stored(keeper) == count).then_some([server, keeper])
         })
     }
 
@@ -160,7 +163,7 @@ impl<'a> Broker<'a> {
     /// Sends these events in order. Resumes stopped processes after the last event.
     #[track_caller]
     fn send(&mut self, events: &[Event]) {
-        // A stopped process group that becomes orphaned gets SIGHUP (setpgid(2)), so its server exits shortly afterwards.
+        // A keeper that its server started may still take over from the previous one.
         let before = self.until("a pair that stays", || {
             let pair = self.pair();
             thread::sleep(Duration::from_millis(100));
@@ -176,7 +179,6 @@ impl<'a> Broker<'a> {
                 Err(errno) => panic!("{errno}"),
             }
         }
-        self.served.reap();
         let replaced = |at: usize| events.iter().any(|event| event.replaces()[at]);
         self.until("the next process", || {
             let pair = self.pair();
@@ -222,9 +224,7 @@ fn stopped_keeper_is_replaced() {
         kill(keeper, Signal::SIGSTOP).unwrap();
         // More messages than a socket's queue holds at the default `net.unix.max_dgram_qlen` of 10.
         (0..8).for_each(|_| broker.check());
-        broker.until("the end of the stopped keeper", || {
-            (!with_argument(&broker.served.path).contains(&keeper)).then_some(())
-        });
+        broker.until("the end of the stopped keeper", || (!broker.served.keepers().contains(&keeper)).then_some(()));
         let after = broker.pair();
         assert_eq!(after[0], server);
         broker.served.wait_for_log("the keeper has read nothing for 1s", reports);
@@ -233,88 +233,21 @@ fn stopped_keeper_is_replaced() {
     }
 }
 
-/// Only a program that starts as a keeper replaces the running one. Until then, kills restart the old program.
-#[test]
-fn upgrade_loses_nothing() {
-    let subject = Subject::host();
-    let folder = tempfile::tempdir().unwrap();
-    let program = folder.path().join("vmmfd");
-    copied(&binary("vmmfd"), &program);
-    let mut broker = Broker::start(&subject, &program, &[]);
-    let client = broker.client();
-    let lease = client.get(&Get::new("object-0")).unwrap();
-    let file = |path: &Path| fs::metadata(path).unwrap().ino();
-    let images = |pair: [Pid; 2]| pair.map(|pid| file(Path::new(&format!("/proc/{pid}/exe"))));
-    let upgrade = |broker: &mut Broker<'_>| {
-        copied(&binary("vmmfd"), &program);
-        let [_, keeper] = broker.pair();
-        broker.send(&[Event::HangUp(Process::Keeper)]);
-        // The keeper is the same process and executes the new program, as does the new server.
-        let pair = broker.pair();
-        assert_eq!((pair[1], images(pair)), (keeper, [file(&program); 2]));
-        broker.until("the lease", || lease.is_held().then_some(()));
-    };
-    (0..2).for_each(|_| upgrade(&mut broker));
-    let wrong = [
-        ("#!/bin/sh\nexit 3\n", 0o755),
-        ("#!/bin/sh\nexit 0\n", 0o755),
-        ("no program\n", 0o755),
-        ("#!/bin/sh\n", 0o644),
-    ];
-    for (refusals, file) in (1..).zip(wrong.map(Some).into_iter().chain([None])) {
-        match file {
-            Some((text, mode)) => {
-                let beside = folder.path().join("other");
-                fs::write(&beside, text).unwrap();
-                fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).unwrap();
-                fs::rename(&beside, &program).unwrap();
-            }
-            None => fs::remove_file(&program).unwrap(),
-        }
-        let before = broker.pair();
-        kill(before[1], Signal::SIGHUP).unwrap();
-        broker.served.wait_for_log("not reloaded", refusals);
-        assert_eq!(broker.pair(), before);
-        broker.check();
-    }
-    for process in [Process::Server, Process::Keeper, Process::Server] {
-        broker.send(&[Event::Kill(process)]);
-    }
-    copied(&binary("vmmfd"), &program);
-    broker.send(&[Event::HangUp(Process::Keeper)]);
-    broker.check_all();
-}
-
-/// The server dies while the socket's path is unusable. Its successor names the `remedy`, and listens there again after the repair.
-fn unusable_path_keeps_objects(remedy: &str, spoil: impl Fn(&Path), repair: impl Fn(&Path)) {
-    let subject = Subject::host();
-    let mut broker = Broker::start(&subject, &binary("vmmfd"), &[]);
-    let [server, keeper] = broker.pair();
-    spoil(&broker.served.path);
-    kill(server, Signal::SIGKILL).unwrap();
-    broker
-        .served
-        .wait_for_log(&format!("new clients can't connect, but objects are held: {remedy} and send SIGHUP"), 1);
-    repair(&broker.served.path);
-    kill(keeper, Signal::SIGHUP).unwrap();
-    broker.pair();
-    broker.check_all();
-}
-
-#[test]
-fn removed_folder_keeps_the_objects() {
-    let folder = |path: &Path| path.parent().unwrap().to_owned();
-    let spoil = |path: &Path| fs::remove_dir_all(folder(path)).unwrap();
-    unusable_path_keeps_objects("recreate the socket's folder", spoil, |path| fs::create_dir(folder(path)).unwrap());
-}
-
+/// The server dies while the socket's path is unusable. Its successor names the remedy, and the next one listens there again.
 #[test]
 fn replaced_socket_keeps_the_objects() {
-    let spoil = |path: &Path| {
-        fs::remove_file(path).unwrap();
-        fs::write(path, "no socket").unwrap();
-    };
-    unusable_path_keeps_objects("remove that file", spoil, |path| fs::remove_file(path).unwrap());
+    let subject = Subject::host();
+    let mut broker = Broker::start(&subject, &binary("vmmfd"), &[]);
+    let [server, _] = broker.pair();
+    fs::remove_file(&broker.served.path).unwrap();
+    fs::write(&broker.served.path, "no socket").unwrap();
+    kill(server, Signal::SIGKILL).unwrap();
+    let words = "new clients can't connect, but objects are held: remove that file and restart this server";
+    broker.served.wait_for_log(words, 1);
+    fs::remove_file(&broker.served.path).unwrap();
+    kill(broker.served.manager.main(2), Signal::SIGHUP).unwrap();
+    broker.pair();
+    broker.check_all();
 }
 
 /// What `serve` reports under a limit with which it can't hold an object.
@@ -336,13 +269,9 @@ fn refusal_under(limit: &str) -> String {
 }
 
 #[test]
-fn short_limits_are_refused() {
-    for (limit, name, remedy) in
-        [("-f 64", "RLIMIT_FSIZE", "ulimit -f unlimited"), ("-n 256", "RLIMIT_NOFILE", "ulimit -n")]
-    {
-        let text = refusal_under(limit);
-        assert!(text.contains(name) && text.contains(remedy), "{limit}: {text}");
-    }
+fn low_descriptor_limit_is_refused() {
+    let text = refusal_under("-n 256");
+    assert!(text.contains("RLIMIT_NOFILE") && text.contains("ulimit -n"), "{text}");
 }
 
 #[test]
@@ -356,7 +285,7 @@ fn full_environment_keeps_restarts_possible() {
     let client = broker.client();
     let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
     client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
-    for event in [Event::Kill(Process::Server), Event::HangUp(Process::Keeper), Event::Kill(Process::Keeper)] {
+    for event in [Event::Kill(Process::Server), Event::Terminate(Process::Keeper), Event::Kill(Process::Keeper)] {
         broker.send(&[event]);
         assert_eq!(value(&client, &subject.driver, "many"), [9; 2]);
     }
@@ -405,14 +334,14 @@ fn unread_stderr_blocks_nothing() {
 #[test]
 fn folder_lock_prevents_no_start() {
     let subject = Subject::host();
-    let mut served = Served::start(Keeper::Own, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let folder = served.path.parent().unwrap().to_owned();
     assert_eq!(served.stop(), Some(0));
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");
     // Any user can lock a folder that it can open.
     let locked = fs::File::open(&folder).unwrap();
     locked.lock().unwrap();
-    served.start_again();
+    served.manager.start_again();
     let broker = Broker::over(&subject, served);
     assert!(!broker.served.log().contains("previous"), "{}", broker.served.log());
     let lock = fs::metadata(folder.join(".broker.sock.lock")).unwrap();

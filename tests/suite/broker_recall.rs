@@ -218,6 +218,7 @@ fn recall_survives_server_restarts() {
     owner.delete("w").unwrap();
     // The reader subscribes again.
     served.kill_server();
+    until(|| owner.who("w").unwrap().leases.len() == 1);
     let recall = thread::spawn(move || owner.recall("w", RecallOf::Current, LONG));
     recalled.recv_timeout(LONG).unwrap();
     served.kill_server();

@@ -1,4 +1,4 @@
-//! `vmmfd status`, the history of crashes, the options file, and access to the socket file.
+//! `vmmfd status`, logged crashes, the options file, and access to the socket file.
 
 use std::{
     fs,
@@ -7,21 +7,18 @@ use std::{
     process::Command,
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use vmmfd::{
-    broker::{Client, Get, Server, ServerConfig},
+    broker::{Client, Get, Put, PutPart, Server, ServerConfig},
     channel::Cancel,
     session::Config,
 };
 
 use crate::{
-    broker::until,
+    broker::{filled, until},
     doctor::has_driver,
-    running::{Ended, Meeting, Run, binary, fits},
+    running::{Ended, Meeting, Run, Running, binary, fits},
     support::{
         Copy, Subject,
         served::{Keeper, Served, is_alive},
@@ -48,46 +45,39 @@ fn status(path: &Path) -> Value {
     value
 }
 
-/// The process, pid and lost versions of each reported crash.
-fn crashes(path: &Path) -> Vec<Value> {
-    let status = status(path);
-    let crashes = status["crashes"].as_array().unwrap();
-    crashes.iter().map(|crash| json!([crash["process"], crash["pid"], crash["lost_versions"]])).collect()
-}
-
-fn shows_processes_and_crashes(keeper: Keeper) {
+fn shows_processes_and_restarts(keeper: Keeper) {
     let subject = Subject::host();
-    let mut served = Served::start(keeper, &subject);
-    let (first, first_keeper) = (served.server(), served.keeper());
+    let served = Served::start(keeper, &subject);
+    let keeper = served.keeper();
     let shown = status(&served.path);
-    assert_eq!((&shown["pid"], &shown["keeper"]["pid"]), (&first.as_raw().into(), &first_keeper.as_raw().into()));
-    assert_eq!((&shown["crashes"], &shown["restarts"], &shown["lost_versions"]), (&json!([]), &json!(0), &json!(0)));
-    assert_eq!(shown["socket"], text(&served.path));
+    assert_eq!((&shown["pid"], &shown["keeper"]["pid"]), (&served.server().as_raw().into(), &keeper.as_raw().into()));
+    assert_eq!((&shown["restarts"], &shown["socket"]), (&json!(0), &json!(text(&served.path))));
     let started = |of: &Value| of["started_ms"].as_u64().unwrap();
     assert!(shown["store"]["used"].as_u64() > Some(0), "{shown}");
     assert!(started(&shown["keeper"]) <= started(&shown), "the keeper starts first: {shown}");
 
-    let (second, _) = served.kill_server();
-    let (third, _) = served.kill_server();
-    let of = |process: &str, pid: Pid| json!([process, pid.as_raw(), 0]);
-    let both = [of("server", first), of("server", second)];
-    assert_eq!(crashes(&served.path), both);
-    served.kill_keeper();
-    // The server notices the keeper's death, and the next keeper has the history too.
-    let all = [&both[..], &[of("keeper", first_keeper)]].concat();
-    assert_eq!(crashes(&served.path), all);
+    // A new process has taken over when it holds the object.
+    let client = Client::connect(&served.path, &Config::default()).unwrap();
+    let memory = filled(&subject.driver, 2 << 20, None, 1);
+    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    drop(client);
     served.kill_server();
-    assert_eq!(crashes(&served.path), [&all[..], &[of("server", third)]].concat());
+    served.kill_keeper();
+    served.wait_for_log(&format!("the keeper crashed pid={keeper}"), 1);
+    let (server, _) = served.kill_server();
+    let shown = status(&served.path);
+    assert_eq!((&shown["pid"], &shown["restarts"]), (&server.as_raw().into(), &json!(2)));
+    assert_eq!(shown["keeper"]["pid"], served.keeper().as_raw());
 }
 
 #[test]
-fn status_shows_processes_and_crashes() {
-    shows_processes_and_crashes(Keeper::Own);
+fn status_shows_processes_and_restarts() {
+    shows_processes_and_restarts(Keeper::Own);
 }
 
 #[test]
-fn status_shows_units_and_their_crashes() {
-    shows_processes_and_crashes(Keeper::Apart);
+fn status_shows_units_and_their_restarts() {
+    shows_processes_and_restarts(Keeper::Apart);
 }
 
 #[test]
@@ -102,14 +92,8 @@ fn requested_ends_are_no_crashes() {
         kill(keeper, if signal == Signal::SIGHUP { Signal::SIGTERM } else { signal }).unwrap();
         until(|| !is_alive(keeper) && status(&served.path)["keeper"]["pid"] == served.keeper().as_raw());
     }
-    let shown = status(&served.path);
-    assert_eq!((&shown["crashes"], &shown["restarts"]), (&json!([]), &json!(3)), "{}", served.log());
-    // An upgrade of both processes in place.
-    let served = Served::start(Keeper::Own, &subject);
-    let server = served.server();
-    kill(served.keeper(), Signal::SIGHUP).unwrap();
-    served.wait_for_another(server, std::time::Instant::now());
-    assert_eq!(crashes(&served.path), [Value::Null; 0], "{}", served.log());
+    assert_eq!(status(&served.path)["restarts"], 3, "{}", served.log());
+    assert!(!served.log().contains("crashed"), "{}", served.log());
 }
 
 #[test]
@@ -121,20 +105,16 @@ fn total_crash_is_reported_at_next_start() {
         server.until("listening");
         server
     };
+    let lost = |server: Running| {
+        server.signal(Signal::SIGTERM);
+        server.end().code(0).stderr.contains("its objects are lost")
+    };
     let first = serve();
-    let pid = status(&socket)["pid"].clone();
-    assert_eq!((&status(&socket)["store"]["kind"], crashes(&socket)), (&json!("none"), vec![]));
+    assert_eq!(status(&socket)["store"]["kind"], "none");
     first.signal(Signal::SIGKILL);
     drop(first.end());
-    let second = serve();
-    assert_eq!(crashes(&socket), [json!(["server", pid, null])]);
-    let shown = vmmfd(&place, &["status", "--socket", text(&socket)]).end();
-    assert!(shown.code(0).stdout.contains("everything was lost"), "{}", shown.stdout);
-    second.signal(Signal::SIGTERM);
-    second.end().code(0);
-    let third = serve();
-    assert_eq!(crashes(&socket), [Value::Null; 0]);
-    drop(third);
+    assert!(lost(serve()));
+    assert!(!lost(serve()));
     let none = vmmfd(&place, &["status", "--socket", text(&place.folder().join("none"))]).end();
     none.code(4).says("no broker on").says("hint: start one with `vmmfd serve`");
 }
@@ -146,7 +126,7 @@ fn second_broker_is_refused_with_a_pid() {
     let place = Meeting::host();
     let second = || vmmfd(&place, &["serve", "--no-keeper", "--socket", text(&served.path)]).end();
     let other = place.folder().join("other.sock");
-    let same_keeper = ["serve", "--keeper", text(&served.keeper_path()), "--socket", text(&other)].map(str::to_owned);
+    let same_keeper = ["serve", "--keeper", text(&served.keeper_path), "--socket", text(&other)].map(str::to_owned);
     for _ in 0..2 {
         second().code(5).says(&format!("already served by pid {}\n", served.server()));
         let ended = vmmfd(&place, &same_keeper.each_ref().map(|word| &**word)).end();
@@ -178,7 +158,8 @@ fn removed_socket_admits_no_second_broker() {
             let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
             ended.code(5).says(&words).says("hint: stop that process");
         }
-        kill(served.keeper(), Signal::SIGHUP).unwrap();
+        kill(server, Signal::SIGHUP).unwrap();
+        served.wait_for_another(server, std::time::Instant::now());
         served.greeted();
     }
     assert!(!served.log().contains("previous broker"), "{}", served.log());
@@ -187,18 +168,21 @@ fn removed_socket_admits_no_second_broker() {
 #[test]
 fn removed_socket_is_bound_again() {
     let subject = Subject::host();
-    for (keeper, ending) in [(Keeper::Own, "restarting the server"), (Keeper::Apart, "restart this broker")] {
-        let served = Served::with(keeper, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
-        let server = served.server();
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
+    let server = served.server();
+    for times in 1..=2 {
         fs::remove_file(&served.path).unwrap();
-        served.wait_for_log("ERROR vmmfd::broker::server::io::reactor: the socket's file was removed or replaced", 1);
-        served.wait_for_log(ending, 1);
-        if keeper == Keeper::Apart {
-            kill(server, Signal::SIGTERM).unwrap();
-        }
-        served.wait_for_another(server, std::time::Instant::now());
-        assert_eq!(served.log().matches("was removed or replaced").count(), 1, "{}", served.log());
+        served.wait_for_log("the socket's file was removed or replaced: listening at its path again", times);
+        assert_eq!(served.server(), server);
     }
+    // The keeper has the new socket.
+    served.kill_server();
+    assert_eq!(served.log().matches("listening at its path again").count(), 2, "{}", served.log());
+    // Another broker's file stays.
+    fs::remove_file(&served.path).unwrap();
+    fs::write(&served.path, "").unwrap();
+    served.wait_for_log("so new clients can't connect: restart this broker", 1);
+    fs::remove_file(&served.path).unwrap();
 }
 
 #[test]
@@ -308,32 +292,22 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().mode() & 0o777
 }
 
-fn socket_follows_the_options(keeper: Keeper, signal: Signal) {
+#[test]
+fn socket_follows_options_at_start() {
     let subject = Subject::host();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("options");
     fs::write(&file, "").unwrap();
-    let served = Served::with(keeper, &subject, &binary("vmmfd"), &["--options-file", text(&file)]);
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--options-file", text(&file)]);
     assert_eq!(mode(&served.path), 0o600);
     for (options, wanted) in [("--allow-uid 34560", 0o666), ("", 0o600), ("--allow-gid 34570 --allow-gid 34571", 0o666)]
     {
         fs::write(&file, format!("VMMFD_OPTIONS=\"{options}\"\n")).unwrap();
         let server = served.server();
-        let asked = if signal == Signal::SIGHUP { served.keeper() } else { server };
-        kill(asked, signal).unwrap();
+        kill(server, Signal::SIGHUP).unwrap();
         served.wait_for_another(server, std::time::Instant::now());
         assert_eq!(mode(&served.path), wanted, "{options}: {}", served.log());
     }
-}
-
-#[test]
-fn socket_follows_options_at_start() {
-    socket_follows_the_options(Keeper::Apart, Signal::SIGTERM);
-}
-
-#[test]
-fn socket_follows_options_at_reload() {
-    socket_follows_the_options(Keeper::Own, Signal::SIGHUP);
 }
 
 mod root {
@@ -388,13 +362,11 @@ mod root {
         fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = Client::connect(&served.path, &Config::default()).unwrap();
         drop(root.get(&Get::new("none")));
-        served.kill_server();
         in_fork(|| {
             become_user(34561, 34561, &[]);
             let client = Client::connect(&served.path, &Config::default()).unwrap();
             let metrics = client.metrics().unwrap();
-            let crashes = metrics.crashes.unwrap();
-            crashes.len() == 1 && metrics.totals.iter().all(|total| total.uid == 34561) && metrics.pid.is_some()
+            metrics.totals.iter().all(|total| total.uid == 34561) && metrics.pid.is_some()
         });
     }
 }

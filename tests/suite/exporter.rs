@@ -157,7 +157,6 @@ fn figures_match_what_the_broker_did() {
         ("vmmfd_request_seconds_bucket{verb=\"put\",le=\"+Inf\"}", 2.0),
         (&format!("vmmfd_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1.0),
         ("vmmfd_store_info{kind=\"keeper\"}", 1.0),
-        ("vmmfd_lost_versions", 0.0),
         ("vmmfd_quota_objects", 4.0),
         ("vmmfd_quota_leases", 100_000.0),
     ] {

@@ -88,7 +88,7 @@ fn default_log_is_brief() {
     let lines_with = |words: &str| served.log().lines().filter(|line| line.contains(words)).count();
     until(|| lines_with("reactor: serving ") == 2);
     served.kill_server();
-    let crashed = format!("WARN vmmfd::broker::server::state::history: the previous server crashed pid={new}");
+    let crashed = format!("WARN vmmfd::broker::keeper::process: the server, pid {new}, crashed: ");
     until(|| lines_with("reactor: serving ") == 3 && lines_with(&crashed) > 0);
     let log = served.log();
     let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();

@@ -250,16 +250,14 @@ impl Run {
                 self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
             }
         }
-        // A broker's server and keeper restart each other.
+        // A broker's keeper outlives its server.
         let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
-        if is_broker {
-            session::lead(&mut self.command);
-        }
+        let session = is_broker.then(|| session::lead(&mut self.command));
         let (report, started) = (self.report(), Instant::now());
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
         let stdout = Lines::of(child.stdout.take());
         let stderr = Lines::of(child.stderr.take());
-        Running { name: self.name, report, child, is_broker, stdout, stderr, started }
+        Running { name: self.name, report, child, session, stdout, stderr, started }
     }
 
     pub(crate) fn end(self) -> Ended {
@@ -356,7 +354,7 @@ pub(crate) struct Running {
     report: Option<String>,
     child: Child,
     /// Whether the command is a broker, which leads a session.
-    is_broker: bool,
+    session: Option<session::Mark>,
     stdout: Lines,
     stderr: Lines,
     started: Instant,
@@ -426,8 +424,8 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.is_broker {
-            session::end(&mut self.child);
+        if let Some(mark) = &self.session {
+            session::end(&mut self.child, mark);
         }
         // Both calls fail if the process has exited and was reaped.
         let _ = self.child.kill();

@@ -133,7 +133,8 @@ fn refusal_names_the_leases() {
             }
             let objects = ["b", "a"].map(|name| client.get(&Get::new(name)).unwrap().open(driver, None).unwrap());
             let suspend = || target.run("suspend", &[]).env("VMMFD_BROKER_SOCKET", &broker.path);
-            let words = "it has mapped 2 allocations of other processes (its leases: `a` version 1, `b` version 1)";
+            let words =
+                "it holds or has mapped 2 allocations of other processes (its leases: `a` version 1, `b` version 1)";
             suspend().end().code(1).says(words);
             // Without a broker there are no names.
             target.run("suspend", &[]).env("VMMFD_BROKER_SOCKET", "/none").end().code(1).says("of other processes\n");

@@ -2,6 +2,7 @@
 
 use std::{
     env,
+    ffi::OsString,
     io::{self, IsTerminal, Write},
     mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
@@ -10,7 +11,7 @@ use std::{
 };
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
-use clap::{ArgAction, Args};
+use clap::{ArgAction, Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
@@ -72,6 +73,21 @@ impl Output {
             (false, _) => LevelFilter::TRACE,
         };
         log::start(self.log_format, level);
+    }
+
+    /// The options of the log, for another process of this program.
+    pub(super) fn arguments(&self) -> Vec<OsString> {
+        let verbosity = if self.quiet { vec!["--quiet"] } else { vec!["-v"; self.verbose.into()] };
+        let format = self.log_format.to_possible_value().map(|format| format!("--log-format={}", format.get_name()));
+        verbosity.into_iter().map(OsString::from).chain(format.map(OsString::from)).collect()
+    }
+
+    /// Starts the log of a broker's process. On a terminal, warnings suffice beside the line `listening`.
+    pub(super) fn start_broker_log(&self) {
+        match io::stderr().is_terminal() {
+            true => self.start_log(),
+            false => self.start_service_log(),
+        }
     }
 
     /// Prints a line for processes that wait until clients can connect: on standard error with `--json`, else on standard output.

@@ -3,7 +3,7 @@
 use std::{ffi::OsString, process::ExitCode};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use vmmfd::{Result, internals::keeper::Role};
+use vmmfd::Result;
 
 use super::{
     Consume, Output, Produce, Session,
@@ -216,15 +216,13 @@ fn parse() -> Result<(Options, Output), clap::Error> {
         return Ok((options, output));
     };
     let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
-    let parsed = read_options_file(path).map_err(wrong).and_then(|words| {
+    read_options_file(path).map_err(wrong).and_then(|words| {
         let all = std::env::args_os().chain(words.into_iter().map(Into::into));
         parse_from(all).map_err(|error| match error.kind() {
             clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
             _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
         })
-    });
-    // A later change of the file must not stop a keeper while its server runs.
-    if parsed.is_err() && Role::of_this_process().replaces_a_keeper() { Ok((options, output)) } else { parsed }
+    })
 }
 
 /// The `main` of `vmmfd`.

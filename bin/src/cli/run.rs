@@ -12,12 +12,13 @@ use std::{
 
 use clap::error::ErrorKind as UsageKind;
 use nix::{
-    libc::SIGHUP,
+    libc::{SIGCHLD, SIGHUP},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         resource::{Resource, getrlimit, setrlimit},
         signal::{SigSet, Signal},
         signalfd::{SfdFlags, SignalFd},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
 };
 use serde::Serialize;
@@ -79,7 +80,7 @@ pub trait Tool {
     fn run(&self, running: Running<'_>) -> anyhow::Result<ToolOutput>;
 
     /// Cancelled by SIGHUP, if it does not stop this tool like the other signals.
-    fn restart(&self) -> Option<&Cancel> {
+    fn on_hangup(&self) -> Option<&Cancel> {
         None
     }
 
@@ -153,7 +154,7 @@ pub(super) fn run_tool<T: Tool>(tool: T, output: &Output) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
-    let result = watched(interrupted, tool.restart(), tool.grace(), |cancel| {
+    let result = watched(interrupted, tool.on_hangup(), tool.grace(), |cancel| {
         tool.run(Running { output, cancel, progress: &ending.progress })
     });
     ExitCode::from(ending.finish(result).code())
@@ -196,13 +197,18 @@ fn print(text: &str, exit: Exit) -> Exit {
 /// Runs `work` and cancels it on a signal. If it does not stop in time, `interrupted` prints the final output.
 fn watched<T>(
     interrupted: impl FnOnce(i32) + Send + 'static,
-    restart: Option<&Cancel>,
+    hangup: Option<&Cancel>,
     grace: Duration,
     work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
 ) -> Result<T, Error> {
-    let signals = block_signals()?;
+    let mut signals = block_signals()?;
+    // A service that is process 1 of a container is the parent of all orphans.
+    if hangup.is_some() && std::process::id() == 1 {
+        signals.add(Signal::SIGCHLD);
+        signals.thread_block().map_err(|errno| Error::system("block signals", errno))?;
+    }
     let cancel = Cancel::new()?;
-    watch(signals, &cancel, restart.cloned(), grace, interrupted)?;
+    watch(signals, &cancel, hangup.cloned(), grace, interrupted)?;
     work(&cancel).map_err(library_error)
 }
 
@@ -243,12 +249,12 @@ const MOMENT: Duration = Duration::from_millis(200);
 /// The time limit of the final output after a signal.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Starts a thread that cancels the work on the first SIGINT, SIGTERM or SIGHUP; SIGHUP cancels `restart` instead, if given. A second
+/// Starts a thread that cancels the work on the first SIGINT, SIGTERM or SIGHUP; SIGHUP cancels `hangup` instead, if given. A second
 /// signal or the end of the grace period exits the process: a driver call may never return.
 fn watch(
     signals: SigSet,
     cancel: &Cancel,
-    restart: Option<Cancel>,
+    hangup: Option<Cancel>,
     grace: Duration,
     last_output: impl FnOnce(i32) + Send + 'static,
 ) -> Result<(), Error> {
@@ -258,8 +264,11 @@ fn watch(
     let watching = move || {
         let signal = loop {
             let Ok(Some(received)) = waiting.read_signal() else { return };
-            match (received.ssi_signo as i32, &restart) {
-                (SIGHUP, Some(restart)) => restart.cancel(CancelReason::Signal(SIGHUP)),
+            match (received.ssi_signo as i32, &hangup) {
+                (SIGHUP, Some(hangup)) => hangup.cancel(CancelReason::Signal(SIGHUP)),
+                (SIGCHLD, _) => {
+                    while waitpid(None, Some(WaitPidFlag::WNOHANG)).is_ok_and(|end| end != WaitStatus::StillAlive) {}
+                }
                 (signal, _) => break signal,
             }
         };

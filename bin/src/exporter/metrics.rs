@@ -47,7 +47,6 @@ impl Collector for Scrape {
             ("vmmfd_max_descriptors", "The most descriptors that the broker may have open", Some(open.allowed)),
             ("vmmfd_stored_descriptors", "Descriptors that the keeper holds", Some(store.used)),
             ("vmmfd_max_stored_descriptors", "The most descriptors that the keeper may hold", Some(store.allowed)),
-            ("vmmfd_lost_versions", "Versions that this server lost when it took over", metrics.lost_versions),
         ])?;
         let infos = [
             ("vmmfd_build_info", "The version of the broker's program", "version", metrics.version.as_deref()),

@@ -57,6 +57,8 @@ pub(super) struct Header {
 pub(super) struct OwnLease {
     pub(super) token: Token,
     pub(super) header: Arc<Header>,
+    /// How many bytes of the version it covers.
+    pub(super) size: u64,
     /// The parts to restore the version, if this process got all of it.
     restore: Option<Vec<RestorePart>>,
     /// Whether the broker counts the lease, as far as this process knows.
@@ -67,9 +69,9 @@ pub(super) struct OwnLease {
 }
 
 impl OwnLease {
-    pub(super) fn new(token: Token, header: Arc<Header>, restore: Option<Vec<RestorePart>>) -> Self {
+    pub(super) fn new(token: Token, header: Arc<Header>, size: u64, restore: Option<Vec<RestorePart>>) -> Self {
         let (counted, restore_failed) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { token, header, restore, counted, restore_failed, recall: Mutex::default() }
+        Self { token, header, size, restore, counted, restore_failed, recall: Mutex::default() }
     }
 
     pub(super) fn is_counted(&self) -> bool {

@@ -101,7 +101,8 @@ impl Lease {
             header;
         let header = Arc::new(Header { name, version, id, created_ms, owner, backend, metadata, mode, lifetime, keep });
         let restore = whole.then(|| parts.iter().map(LeasedPart::restore_part).collect());
-        let held = Arc::new(OwnLease::new(token, Arc::clone(&header), restore));
+        let size = parts.iter().flat_map(|part| &part.runs).map(|run| run.run.size).sum();
+        let held = Arc::new(OwnLease::new(token, Arc::clone(&header), size, restore));
         connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
         Ok(Self { hold, header, parts })

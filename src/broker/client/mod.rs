@@ -99,6 +99,9 @@ pub struct Holders {
     /// The oldest claims on the names. Of other users only those that a [`Client::get`] of this user would meet: on names that it may
     /// read, that one of its processes waits for, or that equal the prefix.
     pub claims: Vec<HeldClaim>,
+    /// Whether readers may still resume their leases after a restart of the server, so that more leases may appear. Ends 10 s after the
+    /// server's start.
+    pub resuming: bool,
 }
 
 /// The result of [`Client::stat`].
@@ -248,7 +251,8 @@ impl Client {
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
                 (Message::Leases(page), _) => {
                     if is_last_page(&mut leases, page.leases, page.more)? {
-                        return Ok(Holders { leases, totals: page.totals, claims: page.claims.unwrap_or_default() });
+                        let (claims, resuming) = (page.claims.unwrap_or_default(), page.resuming);
+                        return Ok(Holders { leases, totals: page.totals, claims, resuming });
                     }
                 }
                 (other, _) => return Err(unexpected(&other, "leases")),

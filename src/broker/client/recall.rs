@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Client, records::unexpected};
+use super::{Client, Holders, records::unexpected};
 use crate::{
     broker::name::check_name,
     channel::deadline_after,
@@ -119,10 +119,11 @@ impl Client {
         let mut repeat = REPEAT;
         self.send_recall(ids)?;
         let mut repeat_at = deadline_after(repeat);
-        loop {
-            self.update(&mut holders, prefix, ids)?;
-            if are_gone(&holders) || Instant::now() >= deadline {
-                break;
+        let resuming = loop {
+            let resuming = self.update(&mut holders, prefix, ids)?;
+            // A holder that has not resumed its lease after a restart of the server has not acknowledged.
+            if are_gone(&holders) && !resuming || Instant::now() >= deadline {
+                break resuming;
             }
             let event = watch.next(deadline.min(repeat_at).saturating_duration_since(Instant::now()))?;
             if watch.place().instance != instance {
@@ -139,29 +140,30 @@ impl Client {
                 }
                 None => {}
             }
-        }
+        };
         let known = known.map(|known| (known.name, known.version));
         let leased = holders.iter().map(|holder| (holder.lease.name.clone(), holder.lease.version));
         let kept = self.keeps(known.into_iter().chain(leased).collect(), ids)?;
-        Ok(Recall { free: !kept && are_gone(&holders), kept, holders })
+        Ok(Recall { free: !kept && !resuming && are_gone(&holders), kept, holders })
     }
 
-    /// Notes which leases are left. A restart of the server changes their numbers.
-    fn update(&self, holders: &mut Vec<RecallHolder>, prefix: &str, ids: &[String]) -> Result<()> {
-        let mut left = self.who(prefix)?.leases;
+    /// Notes which leases are left. A restart of the server changes their numbers and times. Returns whether leases may still be resumed:
+    /// then a lease that is missing may appear again.
+    fn update(&self, holders: &mut Vec<RecallHolder>, prefix: &str, ids: &[String]) -> Result<bool> {
+        let Holders { leases: mut left, resuming, .. } = self.who(prefix)?;
         left.retain(|lease| ids.contains(&lease.id));
         let same = |some: &HeldLease, other: &HeldLease| {
-            let key = |lease: &HeldLease| (lease.pid, lease.uid, lease.since_ms, lease.size);
+            let key = |lease: &HeldLease| (lease.pid, lease.uid, lease.size);
             some.id == other.id && key(some) == key(other)
         };
         for holder in holders.iter_mut() {
             let at = left.iter().position(|lease| same(lease, &holder.lease));
-            holder.acknowledged = at.is_none();
+            holder.acknowledged = at.is_none() && !resuming;
             at.into_iter().for_each(|at| drop(left.remove(at)));
         }
         let holder = |lease| RecallHolder { lease: HeldLease { recalled: true, ..lease }, acknowledged: false };
         holders.extend(left.into_iter().map(holder));
-        Ok(())
+        Ok(resuming)
     }
 
     fn send_recall(&self, ids: &[String]) -> Result<()> {

@@ -22,7 +22,7 @@ use crate::{
     channel::deadline_after,
     error::{Error, PeerError, Result},
     sys::lock,
-    wire::broker::{MAX_RESUMED, Message, Release, Resume, Token},
+    wire::broker::{MAX_RESUMED, Message, Release, Resume, ResumedLease, Token},
 };
 
 /// The most leases in one restore: more would not fit its record beside the tables.
@@ -113,7 +113,7 @@ impl Connection {
             let leases: Vec<Arc<OwnLease>> = holdings.leases.values().cloned().collect();
             (holdings.instance != instance, leases, holdings.puts.values().copied().collect::<Vec<Token>>())
         };
-        let unknown = self.resume(&leases.iter().map(|held| held.token).collect::<Vec<_>>(), &puts, incoming)?;
+        let unknown = self.resume(&leases, &puts, incoming)?;
         let (lost, taken): (Vec<_>, Vec<_>) = leases.iter().cloned().partition(|held| unknown.contains(&held.token));
         let mut notices: Vec<Notice> = Vec::new();
         let mut gone: Vec<Arc<OwnLease>> = Vec::new();
@@ -164,8 +164,11 @@ impl Connection {
     }
 
     /// Resumes leases and puts. Returns the tokens that the broker does not know.
-    fn resume(&self, leases: &[Token], puts: &[Token], incoming: &mut Vec<u8>) -> Result<HashSet<Token>> {
+    fn resume(&self, leases: &[Arc<OwnLease>], puts: &[Token], incoming: &mut Vec<u8>) -> Result<HashSet<Token>> {
         let mut unknown = HashSet::new();
+        let lease =
+            |held: &Arc<OwnLease>| ResumedLease { token: held.token, id: held.header.id.clone(), size: held.size };
+        let leases: Vec<ResumedLease> = leases.iter().map(lease).collect();
         let chunks = leases.chunks(MAX_RESUMED).map(|leases| Resume { leases: leases.to_vec(), puts: Vec::new() });
         let puts = puts.chunks(MAX_RESUMED).map(|puts| Resume { leases: Vec::new(), puts: puts.to_vec() });
         for resume in chunks.chain(puts) {
@@ -223,7 +226,7 @@ impl Connection {
                 }
             };
             // Another reader may have restored it first, and the broker may accept fewer leases than offered.
-            let unknown = self.resume(&tokens, &[], incoming)?;
+            let unknown = self.resume(&leases, &[], incoming)?;
             let problem = problem
                 .unwrap_or_else(|| "the broker granted this process no lease on the restored version".to_owned());
             outcomes.extend(leases.into_iter().map(|held| {

@@ -1,9 +1,9 @@
-//! The descriptors that a keeper holds, and their handover to the next server.
+//! The entries that a keeper holds, and their handover to the next server.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{BorrowedFd, OwnedFd},
     thread,
     time::{Duration, Instant},
 };
@@ -12,19 +12,20 @@ use nix::{libc, poll::PollFlags};
 
 use super::{
     HANDOVER_TIMEOUT, WINDOW,
-    message::{Arrival, MAX_TOGETHER, Message, receive, send},
+    entries::{Entries, Entry, Sending, borrowed},
+    message::{Arrival, Message, Piece, receive, send},
     peer::{ready, until},
 };
 
 /// Retry interval after the kernel's limit on descriptors in flight was reached.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// The held descriptors by name.
+/// The held entries.
 #[derive(Debug)]
 pub(super) struct Held {
-    descriptors: BTreeMap<String, OwnedFd>,
-    /// Names that the server has not sent again yet.
-    unsent: BTreeSet<String>,
+    entries: Entries,
+    /// Keys that the server has not sent again yet.
+    unsent: BTreeSet<u64>,
     /// Whether the server has sent everything.
     pub(super) is_whole: bool,
     /// The report of the last server that exited on request.
@@ -32,39 +33,53 @@ pub(super) struct Held {
 }
 
 impl Held {
-    pub(super) fn new(held: Vec<(String, OwnedFd)>, last_report: String) -> Self {
-        Self { descriptors: held.into_iter().collect(), unsent: BTreeSet::new(), is_whole: true, last_report }
+    pub(super) fn new(entries: Entries, last_report: String) -> Self {
+        Self { entries, unsent: BTreeSet::new(), is_whole: true, last_report }
     }
 
+    /// The number of descriptors.
     pub(super) fn len(&self) -> usize {
-        self.descriptors.len()
+        self.iter().map(|(_, entry)| entry.fds.len()).sum()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, BorrowedFd<'_>)> {
-        self.descriptors.iter().map(|(name, fd)| (name.as_str(), fd.as_fd()))
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Entry)> {
+        self.entries.iter()
     }
 
-    pub(super) fn hold(&mut self, name: String, fd: OwnedFd) {
-        self.unsent.remove(&name);
-        self.descriptors.insert(name, fd);
+    /// Takes a record of an entry.
+    ///
+    /// # Errors
+    /// As [`Entries::take`].
+    pub(super) fn take(&mut self, piece: Piece, fds: Vec<OwnedFd>) -> io::Result<()> {
+        if let Some(key) = self.entries.take(piece, fds)? {
+            self.unsent.remove(&key);
+        }
+        Ok(())
     }
 
-    pub(super) fn remove(&mut self, name: &str) {
-        self.unsent.remove(name);
-        self.descriptors.remove(name);
+    pub(super) fn remove(&mut self, key: u64) {
+        self.unsent.remove(&key);
+        self.entries.remove(key);
+    }
+
+    /// Changes the last entry of a version.
+    #[cfg(test)]
+    pub(super) fn change_last(&mut self, change: impl FnOnce(u64, &mut Entry)) {
+        if let Some((key, entry)) = self.entries.last_mut().filter(|(key, _)| *key > 0) {
+            change(key, entry);
+        }
     }
 
     /// A server starts to send everything again.
     pub(super) fn begin_resend(&mut self) {
-        self.unsent = self.descriptors.keys().cloned().collect();
+        self.entries.forget_arriving();
+        self.unsent = self.iter().map(|(key, _)| key).collect();
         self.is_whole = false;
     }
 
-    /// The server has sent everything: drops descriptors that it did not send again.
+    /// The server has sent everything: drops entries that it did not send again.
     pub(super) fn complete(&mut self) {
-        for name in std::mem::take(&mut self.unsent) {
-            self.descriptors.remove(&name);
-        }
+        std::mem::take(&mut self.unsent).into_iter().for_each(|key| self.entries.remove(key));
         if !std::mem::replace(&mut self.is_whole, true) {
             tracing::info!("all {} descriptors of the server are held", self.len());
         }
@@ -74,16 +89,22 @@ impl Held {
     pub(super) fn hand_over(&mut self, socket: &OwnedFd) -> io::Result<()> {
         // The previous server may have died while it sent everything again. This server will not.
         self.unsent.clear();
-        let all: Vec<(&String, &OwnedFd)> = self.descriptors.iter().collect();
+        self.entries.forget_arriving();
         let mut in_flight = 0;
-        for some in all.chunks(MAX_TOGETHER) {
-            while in_flight + some.len() > WINDOW {
-                in_flight -= received(socket)?.min(in_flight);
+        for (key, entry) in self.iter() {
+            let mut sending = Sending::new(key, entry.manifest.clone(), entry.fds.len());
+            loop {
+                let Some((message, fds)) = sending.next(WINDOW - in_flight) else {
+                    in_flight -= received(socket)?.min(in_flight);
+                    continue;
+                };
+                let fds = borrowed(entry, fds);
+                send_when_possible(socket, &message, &fds)?;
+                in_flight += fds.len();
+                if sending.sent(&message, fds.len()) {
+                    break;
+                }
             }
-            let message = Message::Hold(some.iter().map(|(name, _)| (*name).clone()).collect());
-            let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, fd)| fd.as_fd()).collect();
-            send_when_possible(socket, &message, &fds)?;
-            in_flight += some.len();
         }
         send_when_possible(socket, &Message::Complete(self.is_whole), &[])
     }

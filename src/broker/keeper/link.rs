@@ -1,28 +1,31 @@
 //! Finds or starts a server's keeper, and takes over its descriptors.
 
 use std::{
+    collections::BTreeMap,
+    ffi::OsString,
     fs, io,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::fs::MetadataExt,
+        unix::{fs::MetadataExt, process::CommandExt},
     },
     path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use nix::poll::PollFlags;
-
 use super::{
-    HANDOVER_TIMEOUT, Inherited, RECEIVED_EACH, Store, VERSION,
+    HANDOVER_TIMEOUT, Store, VERSION,
     dial::{dial, dial_if_there, unreachable},
-    image::Image,
-    message::{Arrival, Message, receive, send},
-    passed::passed_by_keeper,
+    entries::Entry,
+    handover::{Handover, Outcome, receive_all},
+    message::{Message, send},
     peer::Process,
 };
 use crate::{
-    channel::{Cancel, private_socket_path},
+    channel::Cancel,
     error::{Error, Result},
+    sys,
 };
 
 /// The keeper of a [`Server`](crate::broker::Server): a process that also holds the server's descriptors, so that objects outlive the
@@ -31,67 +34,204 @@ use crate::{
 #[non_exhaustive]
 pub enum KeeperPath {
     /// The path of the `vmmfd` program. The server runs it as `vmmfd keeper`, unless the keeper of an earlier server at the same path still
-    /// runs, and starts another if it dies. The keeper listens in the folder `PATH.keeper` beside the broker's socket `PATH`. It is not a
-    /// child that the program must wait for. It exits when a server exits on request without any version. Otherwise it holds the versions
-    /// for the next server, without a time limit; SIGTERM ends it and frees them.
+    /// runs, and starts another if it dies. The keeper listens at `PATH.keeper`, beside the broker's socket `PATH`, in its own session. It
+    /// exits when a server exits on request without any version. Otherwise it holds the versions for the next server, without a time
+    /// limit; SIGTERM ends it and frees them.
     Program(PathBuf),
     /// The socket of a `vmmfd keeper` that an init starts and restarts.
     Socket(PathBuf),
 }
 
-/// How a server gets its next keeper.
-#[derive(Debug, Clone)]
-pub(in crate::broker) enum Link {
-    /// Connects to the keeper at a path. An init restarts that keeper.
-    Path(PathBuf),
-    /// Starts the keeper, which listens at `socket` and outlives the server.
-    Program { image: Image, socket: PathBuf },
-    /// Starts the keeper, which starts the next server.
-    Pair(Image),
+/// When a server that exits on request ends its keeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    /// An init owns the keeper.
+    Never,
+    /// If the server has no versions.
+    Unused,
+    Always,
 }
 
+/// How a server gets its keeper.
+#[derive(Debug)]
+pub(in crate::broker) struct Link {
+    /// Where the keeper listens.
+    path: PathBuf,
+    /// The program that this server starts as its keeper, unless an init starts it.
+    program: Option<PathBuf>,
+    /// More arguments for that program.
+    arguments: Vec<OsString>,
+    ends: Ends,
+    /// Waits for the exit of the keeper that this server started.
+    started: Option<JoinHandle<()>>,
+}
+
+/// A service's own program, even if the file at its path was replaced: server and keeper then have the same version.
+const OWN_PROGRAM: &str = "/proc/self/exe";
+
+/// How often to look for the socket of a keeper that was started.
+const START_RETRY: Duration = Duration::from_millis(1);
+
 impl Link {
-    /// Connects to a keeper, or starts one. Does not wait for a listener.
+    /// The link of the broker at a path.
     ///
     /// # Errors
-    /// If no keeper listens, or if it can't be started.
-    pub(in crate::broker) fn connect(&self) -> io::Result<(OwnedFd, Process)> {
-        match self {
-            Self::Path(path) => {
-                let dialled = Cancel::new().and_then(|cancel| dial(path, Duration::ZERO, &cancel));
-                dialled.map_err(|error| io::Error::other(error.in_full()))
+    /// [`Error::System`] if there is no current folder.
+    pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path) -> Result<Self> {
+        match keeper {
+            KeeperPath::Socket(path) => {
+                Ok(Self { path: path.clone(), program: None, arguments: Vec::new(), ends: Ends::Never, started: None })
             }
-            Self::Program { image, .. } | Self::Pair(image) => image.start_keeper(),
+            KeeperPath::Program(program) => Self::starting(&absolute(program)?, Vec::new(), Ends::Unused, broker),
         }
     }
 
-    /// Whether this process starts the keeper.
+    /// The link of `vmmfd serve`, which starts its own program with `arguments` as its keeper.
+    ///
+    /// # Errors
+    /// As for [`Link::of`].
+    pub(in crate::broker) fn own(arguments: Vec<OsString>, broker: &Path) -> Result<Self> {
+        Self::starting(Path::new(OWN_PROGRAM), arguments, Ends::Always, broker)
+    }
+
+    fn starting(program: &Path, arguments: Vec<OsString>, ends: Ends, broker: &Path) -> Result<Self> {
+        let mut beside = absolute(broker)?.into_os_string();
+        beside.push(".keeper");
+        Ok(Self { path: beside.into(), program: Some(program.to_owned()), arguments, ends, started: None })
+    }
+
+    /// A link that starts no keeper.
+    #[cfg(test)]
+    pub(super) fn to(path: &Path) -> Self {
+        Self { path: path.to_owned(), program: None, arguments: Vec::new(), ends: Ends::Never, started: None }
+    }
+
+    /// Whether this server starts its keeper.
     pub(in crate::broker) fn starts_keeper(&self) -> bool {
-        !matches!(self, Self::Path(_))
+        self.program.is_some()
     }
 
-    /// Whether the keeper survives a server that exits on request.
-    pub(in crate::broker) fn keeper_stays(&self) -> bool {
-        !matches!(self, Self::Pair(_))
-    }
-
-    /// Ends a keeper that holds no version, if servers start it. Returns whether it has exited, so that the next server starts another.
-    pub(in crate::broker) fn end_unused(&self, keeper: &Process) -> bool {
-        let Self::Program { socket, .. } = self else { return false };
-        if !keeper.terminate(HANDOVER_TIMEOUT) {
-            return false;
+    /// Whether a server ends its keeper when it exits on request. `is_empty`: it has no names and no leases.
+    pub(in crate::broker) fn ends_keeper(&self, is_empty: bool) -> bool {
+        match self.ends {
+            Ends::Never => false,
+            Ends::Unused => is_empty,
+            Ends::Always => true,
         }
-        // Fails if the folder has other files.
-        let _ = socket.parent().map(fs::remove_dir);
-        true
     }
+
+    /// Connects to the keeper. If none listens, starts one where this server does that, and returns `None`: try again soon. Does not wait.
+    ///
+    /// # Errors
+    /// If no keeper can be reached or started.
+    pub(in crate::broker) fn connect(&mut self) -> io::Result<Option<(OwnedFd, Process)>> {
+        let in_full = |error: Error| io::Error::other(error.in_full());
+        let cancel = Cancel::new().map_err(in_full)?;
+        if !self.starts_keeper() {
+            return dial(&self.path, Duration::ZERO, &cancel).map(Some).map_err(in_full);
+        }
+        match dial_if_there(&self.path, Duration::ZERO, &cancel).map_err(in_full)? {
+            Some(connected) => Ok(Some(connected)),
+            None => self.start().map(|()| None),
+        }
+    }
+
+    /// Connects to the keeper if one listens.
+    pub(in crate::broker) fn connect_if_there(&self) -> Option<(OwnedFd, Process)> {
+        let cancel = Cancel::new().ok()?;
+        dial_if_there(&self.path, Duration::ZERO, &cancel).ok().flatten()
+    }
+
+    /// Starts a keeper, unless one that this server started still runs. It takes over from a running keeper.
+    ///
+    /// # Errors
+    /// All errors of fork(2) and execve(2).
+    pub(in crate::broker) fn start(&mut self) -> io::Result<()> {
+        if self.started.as_ref().is_some_and(|waiter| !waiter.is_finished()) {
+            return Ok(());
+        }
+        self.start_another()
+    }
+
+    /// Starts a keeper that takes over from the one that this server started.
+    ///
+    /// # Errors
+    /// As for [`Link::start`].
+    pub(in crate::broker) fn start_another(&mut self) -> io::Result<()> {
+        let Some(program) = &self.program else { return Ok(()) };
+        let mut command = Command::new(program);
+        command.args(["keeper", "--detached", "--socket"]).arg(&self.path).args(&self.arguments);
+        if program == Path::new(OWN_PROGRAM) {
+            command.arg0("vmmfd");
+        }
+        // Its standard error stays: a reader of standard output must see its end when this program exits.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        // These are for this process only.
+        for name in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
+            command.env_remove(name);
+        }
+        let occupied = sys::occupy_standard();
+        let mut child = command.spawn()?;
+        drop(occupied);
+        // Without this thread, a dead keeper would remain a zombie.
+        let waiter = thread::Builder::new().name("keeper".to_owned()).spawn(move || drop(child.wait()))?;
+        self.started = Some(waiter);
+        Ok(())
+    }
+
+    /// Connects to the keeper of a starting server. Waits up to `wait` for an init's keeper, and for its own until it listens or dies.
+    fn first_connection(&mut self, wait: Duration, cancel: &Cancel) -> Result<(OwnedFd, Process)> {
+        let Some(program) = self.program.clone() else { return dial(&self.path, wait, cancel) };
+        if let Some(running) = dial_if_there(&self.path, Duration::ZERO, cancel)? {
+            return Ok(running);
+        }
+        let failed = |error: io::Error| Error::system(format!("start the keeper {}", program.display()), error);
+        require_other_program(&program).and_then(|()| self.start()).map_err(failed)?;
+        let deadline = Instant::now() + HANDOVER_TIMEOUT;
+        loop {
+            let is_dead = self.started.as_ref().is_none_or(JoinHandle::is_finished);
+            if let Some(connected) = dial_if_there(&self.path, Duration::ZERO, cancel)? {
+                return Ok(connected);
+            }
+            if is_dead {
+                return Err(failed(io::Error::other("it died before it listened")));
+            }
+            if Instant::now() >= deadline {
+                return Err(failed(io::Error::other(format!("it did not listen within {HANDOVER_TIMEOUT:?}"))));
+            }
+            cancel.pause(START_RETRY)?;
+        }
+    }
+
+    /// Describes a failure to take over from the keeper.
+    fn failed(&self, error: io::Error) -> Error {
+        match &self.program {
+            Some(program) if self.started.is_some() => {
+                Error::system(format!("start the keeper {}", program.display()), error)
+            }
+            _ => unreachable(&self.path, error),
+        }
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| Error::system(format!("find {}", path.display()), error))
+}
+
+/// Rejects this process's own program as the keeper of an embedded server: it would start itself endlessly.
+fn require_other_program(program: &Path) -> io::Result<()> {
+    let file = |path: &Path| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino()));
+    if program != Path::new(OWN_PROGRAM) && file(program)? == file(Path::new(OWN_PROGRAM))? {
+        return Err(io::Error::other("it is this program itself: give the path of the `vmmfd` program"));
+    }
+    Ok(())
 }
 
 /// The state that a starting server takes over.
 #[derive(Debug)]
 pub(in crate::broker) struct Takeover {
     pub(in crate::broker) store: Store,
-    pub(in crate::broker) inherited: Inherited,
+    pub(in crate::broker) inherited: BTreeMap<u64, Entry>,
     /// Whether the set of descriptors is complete.
     pub(in crate::broker) whole: bool,
     pub(in crate::broker) link: Link,
@@ -99,137 +239,68 @@ pub(in crate::broker) struct Takeover {
 }
 
 impl Takeover {
-    /// Takes over from the keeper of the broker at a path. Waits up to `wait` for a separate keeper to listen.
+    /// Takes over from the keeper of the broker. Waits up to `wait` for an init's keeper to listen.
     ///
     /// # Errors
     /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: without its descriptors, the
     /// server would start without objects.
-    pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, wait: Duration, cancel: &Cancel) -> Result<Self> {
-        match keeper {
-            KeeperPath::Socket(path) => {
-                let (socket, keeper) = dial(path, wait, cancel)?;
-                take_over(socket, keeper, Link::Path(path.clone()), cancel).map_err(|error| unreachable(path, error))
-            }
-            KeeperPath::Program(path) => Self::of_program(path, broker, cancel),
-        }
+    pub(in crate::broker) fn of(mut link: Link, wait: Duration, cancel: &Cancel) -> Result<Self> {
+        let (socket, keeper) = link.first_connection(wait, cancel)?;
+        take_over(socket, keeper, link, cancel)
     }
 
-    fn of_program(program: &Path, broker: &Path, cancel: &Cancel) -> Result<Self> {
-        let failed = |error| Error::system(format!("start the keeper {}", program.display()), error);
-        let absolute = |path: &Path| std::path::absolute(path).map_err(failed);
-        let mut folder = absolute(broker)?.into_os_string();
-        folder.push(".keeper");
-        let socket = private_socket_path(&PathBuf::from(folder).join("keeper.sock"))?;
-        let image = Image::of_keeper(&absolute(program)?, &socket);
-        let running = dial_if_there(&socket, Duration::ZERO, cancel)?;
-        let is_new = running.is_none();
-        let (connection, keeper) = match running {
-            Some(running) => running,
-            None => require_other_program(program).and_then(|()| image.start_keeper()).map_err(failed)?,
-        };
-        let taken = take_over(connection, keeper, Link::Program { image, socket: socket.clone() }, cancel);
-        taken.map_err(|error| if is_new { failed(error) } else { unreachable(&socket, error) })
-    }
-
-    /// Takes over from the keeper that started this process.
-    ///
-    /// # Errors
-    /// As [`Takeover::of`].
-    pub(in crate::broker) fn of_parent(cancel: &Cancel) -> Result<Self> {
-        let failed = |error| Error::system("reach the keeper", error);
-        let (socket, keeper) = passed_by_keeper().map_err(failed)?;
-        let link = Link::Pair(Image::of_this_process().map_err(failed)?);
-        take_over(socket, keeper, link, cancel).map_err(failed)
+    /// A connection to end the keeper if this server started it, and fails to start.
+    pub(in crate::broker) fn ender(&self) -> Option<Ender> {
+        self.link.started.as_ref()?;
+        let connection = self.store.connection()?;
+        connection.try_clone_to_owned().ok().map(Ender)
     }
 }
 
-/// Rejects this process's own program as its keeper: it would start itself endlessly.
-fn require_other_program(program: &Path) -> io::Result<()> {
-    let file = |path: &Path| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino()));
-    if file(program)? == file(Path::new("/proc/self/exe"))? {
-        return Err(io::Error::other("it is this program itself: give the path of the `vmmfd` program"));
-    }
-    Ok(())
-}
+/// Ends a keeper that its server started in vain.
+#[derive(Debug)]
+pub(in crate::broker) struct Ender(OwnedFd);
 
-/// Receives everything that the keeper holds. Blocks. On failure, kills a keeper that this process started.
-pub(super) fn take_over(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Takeover> {
-    match receive_all(&socket, &keeper, cancel) {
-        Ok(Handover { inherited, allowed, is_whole }) => {
-            let connection = allowed.map(|_| socket);
-            let allowed = allowed.map_or(0, |allowed| usize::try_from(allowed).unwrap_or(usize::MAX));
-            let store = Store::over(connection, allowed);
-            Ok(Takeover { store, inherited, whole: is_whole, link, keeper })
-        }
-        Err(error) => {
-            keeper.kill_child();
-            Err(error)
-        }
+impl Ender {
+    pub(in crate::broker) fn end(self) {
+        end(&self.0);
     }
 }
 
-/// The received state.
-struct Handover {
-    inherited: Inherited,
-    /// The most descriptors that the keeper may hold; `None` if it has exited.
-    allowed: Option<u64>,
-    is_whole: bool,
+fn end(socket: &OwnedFd) {
+    // Fails if the keeper is gone.
+    let _ = send(socket.as_fd(), &Message::Exit(String::new()), &[]);
 }
 
-fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Result<Handover> {
-    let mut inherited = Inherited::default();
-    let mut allowed = 0;
-    let mut received = 0;
-    let mut unacknowledged = 0;
-    match send(socket, &Message::Hello { version: VERSION, resends: false }, &[]) {
-        // The keeper has exited: the next receive reports it.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-        sent => sent?,
-    }
+/// Receives everything that the keeper holds. If it dies, continues with its twin, or with the received descriptors. Blocks.
+pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, cancel: &Cancel) -> Result<Takeover> {
+    let hello = Message::Hello { version: VERSION, resends: false };
     loop {
-        match receive(socket)? {
-            Arrival::Message(Message::Welcome { allowed: limit, .. }, _) => allowed = limit,
-            Arrival::Message(Message::Hold(names), fds) => {
-                received += names.len();
-                unacknowledged += names.len();
-                names.into_iter().zip(fds).for_each(|(name, fd)| inherited.add(name, fd));
-                if unacknowledged >= RECEIVED_EACH {
-                    // Fails if the keeper has exited: the next receive reports it.
-                    let _ = send(socket, &Message::Received(unacknowledged as u64), &[]);
-                    unacknowledged = 0;
+        let outcome = receive_all(&socket, &keeper, &hello, cancel).map_err(|error| {
+            if link.started.is_some() {
+                end(&socket);
+            }
+            link.failed(error)
+        })?;
+        let (Handover { entries, allowed, is_whole, .. }, connection) = match outcome {
+            Outcome::Complete(handover) => (handover, Some(socket)),
+            Outcome::Died(handover) => match dial_if_there(&link.path, Duration::ZERO, cancel)? {
+                Some(twin) => {
+                    (socket, keeper) = twin;
+                    continue;
                 }
-            }
-            Arrival::Message(Message::Complete(is_whole), _) => {
-                tracing::debug!(descriptors = received, is_whole, "received the keeper's descriptors");
-                return Ok(Handover { inherited, allowed: Some(allowed), is_whole });
-            }
-            Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
-            Arrival::Message(message, _) => {
-                return Err(io::Error::other(format!("it sent {message:?} during the handover")));
-            }
-            // It still holds everything. This process drops its copies, and the next server takes over.
-            Arrival::End if !keeper.exits_within(HANDOVER_TIMEOUT) => {
-                return Err(io::Error::other(
-                    "it aborted the handover because this server did not read: start the server again",
-                ));
-            }
-            // These may be the last copies of the descriptors.
-            Arrival::End if inherited.catalogues.iter().any(Option::is_some) => {
-                tracing::error!(descriptors = received, "the keeper died during the handover");
-                return Ok(Handover { inherited, allowed: None, is_whole: false });
-            }
-            Arrival::End => return Err(io::Error::other("it died before it sent its descriptors")),
-            Arrival::Nothing => wait(socket, cancel)?,
-        }
-    }
-}
-
-/// Waits for the keeper's next message.
-fn wait(socket: &OwnedFd, cancel: &Cancel) -> io::Result<()> {
-    let deadline = Instant::now() + HANDOVER_TIMEOUT;
-    match cancel.wait(socket.as_fd(), PollFlags::POLLIN, deadline) {
-        Ok(true) => Ok(()),
-        Ok(false) => Err(io::Error::other(format!("it did not answer within {HANDOVER_TIMEOUT:?}"))),
-        Err(error) => Err(io::Error::other(error.in_full())),
+                None if handover.descriptors == 0 => {
+                    return Err(link.failed(io::Error::other("it died before it sent its descriptors")));
+                }
+                None => {
+                    // These may be the last copies of the descriptors.
+                    tracing::error!(descriptors = handover.descriptors, "the keeper died during the handover");
+                    (Handover { is_whole: false, ..handover }, None)
+                }
+            },
+        };
+        let allowed = connection.as_ref().map_or(0, |_| usize::try_from(allowed).unwrap_or(usize::MAX));
+        let store = Store::over(connection, allowed);
+        return Ok(Takeover { store, inherited: entries.into_all(), whole: is_whole, link, keeper });
     }
 }

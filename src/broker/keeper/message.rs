@@ -10,11 +10,11 @@ use rustix::net::{RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMess
 
 use crate::{channel::record::receive_raw, wire::MAX_FDS};
 
-/// The most names in a record.
-pub(super) const MAX_TOGETHER: usize = MAX_FDS;
+/// The most keys in a record.
+pub(super) const MAX_TOGETHER: usize = 1024;
 
-/// The longest name, in bytes.
-pub(super) const MAX_NAME: usize = 32;
+/// The most bytes of a manifest in a record.
+pub(super) const MAX_CHUNK: usize = 15 << 10;
 
 /// The longest text, in bytes.
 const MAX_TEXT: usize = 4096;
@@ -22,45 +22,72 @@ const MAX_TEXT: usize = 4096;
 /// The longest record, in bytes.
 const MAX_RECORD: usize = 16 << 10;
 
-const _: () = assert!(MAX_TOGETHER * (MAX_NAME + 1) < MAX_RECORD && MAX_TEXT < MAX_RECORD);
+/// The bytes of an entry's record before the manifest: kind, key, flags, number of descriptors.
+const PIECE_HEADER: usize = 11;
 
-/// One record. `Hold` carries a descriptor for each name, in order.
+const _: () = assert!(MAX_TOGETHER * 8 < MAX_RECORD && MAX_TEXT < MAX_RECORD && MAX_CHUNK + PIECE_HEADER < MAX_RECORD);
+const _: () = assert!(MAX_FDS <= u8::MAX as usize);
+
+/// A part of an entry: a piece of its manifest, and its next descriptors.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) key: u64,
+    pub(super) is_first: bool,
+    pub(super) is_last: bool,
+    /// Whether only the manifest changes.
+    pub(super) is_update: bool,
+    /// The number of descriptors that the record carries.
+    pub(super) descriptors: u8,
+    pub(super) manifest: Vec<u8>,
+}
+
+/// One record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     Hello { version: u32, resends: bool },
     Welcome { version: u32, allowed: u64 },
     Refused(String),
-    Hold(Vec<String>),
-    Remove(Vec<String>),
+    Entry(Piece),
+    Remove(Vec<u64>),
     Complete(bool),
     Received(u64),
     Sync(u64),
     Synced(u64),
     Serving,
     Stopping(String),
-    Reload,
+    Exit(String),
+    Succeed { version: u32 },
+    Listener,
 }
 
 impl Message {
+    /// Whether a keeper's state may differ after this message of a server: its twin is then outdated.
+    pub(super) fn outdates_twin(&self) -> bool {
+        !matches!(self, Self::Hello { .. } | Self::Received(_) | Self::Sync(_) | Self::Stopping(_) | Self::Exit(_))
+    }
+
     fn encode(&self) -> Vec<u8> {
         let with = |kind: u8, parts: &[&[u8]]| [&[kind], parts.concat().as_slice()].concat();
         let text = |text: &str| text.as_bytes()[..text.len().min(MAX_TEXT)].to_vec();
-        let names = |names: &[String]| -> Vec<u8> {
-            names.iter().flat_map(|name| [&[name.len() as u8], name.as_bytes()].concat()).collect()
-        };
         match self {
             Self::Hello { version, resends } => with(b'H', &[&version.to_le_bytes(), &[u8::from(*resends)]]),
             Self::Welcome { version, allowed } => with(b'W', &[&version.to_le_bytes(), &allowed.to_le_bytes()]),
             Self::Refused(why) => with(b'X', &[&text(why)]),
-            Self::Hold(of) => with(b'K', &[&names(of)]),
-            Self::Remove(of) => with(b'R', &[&names(of)]),
+            Self::Entry(piece) => {
+                let Piece { key, is_first, is_last, is_update, descriptors, manifest } = piece;
+                let flags = u8::from(*is_first) | u8::from(*is_last) << 1 | u8::from(*is_update) << 2;
+                with(b'K', &[&key.to_le_bytes(), &[flags, *descriptors], manifest])
+            }
+            Self::Remove(keys) => with(b'R', &[&keys.iter().flat_map(|key| key.to_le_bytes()).collect::<Vec<u8>>()]),
             Self::Complete(whole) => with(b'C', &[&[u8::from(*whole)]]),
             Self::Received(count) => with(b'A', &[&count.to_le_bytes()]),
             Self::Sync(number) => with(b'Y', &[&number.to_le_bytes()]),
             Self::Synced(number) => with(b'Z', &[&number.to_le_bytes()]),
             Self::Serving => with(b'S', &[]),
             Self::Stopping(held) => with(b'E', &[&text(held)]),
-            Self::Reload => with(b'L', &[]),
+            Self::Exit(held) => with(b'Q', &[&text(held)]),
+            Self::Succeed { version } => with(b'U', &[&version.to_le_bytes()]),
+            Self::Listener => with(b'I', &[]),
         }
     }
 
@@ -80,34 +107,37 @@ impl Message {
                 Self::Welcome { version: u32::from_le_bytes(*version), allowed: number(allowed)? }
             }
             b'X' => Self::Refused(text(rest)),
-            b'K' => Self::Hold(decode_names(rest)?),
-            b'R' => Self::Remove(decode_names(rest)?),
+            b'K' => {
+                let (key, rest) = rest.split_first_chunk()?;
+                let (&[flags, descriptors], manifest) = rest.split_first_chunk()?;
+                Self::Entry(Piece {
+                    key: u64::from_le_bytes(*key),
+                    is_first: flags & 1 != 0,
+                    is_last: flags & 2 != 0,
+                    is_update: flags & 4 != 0,
+                    descriptors,
+                    manifest: manifest.to_vec(),
+                })
+            }
+            b'R' => {
+                let (keys, []) = rest.as_chunks() else { return None };
+                Self::Remove(keys.iter().map(|key| u64::from_le_bytes(*key)).collect())
+            }
             b'C' => Self::Complete(*rest.first()? != 0),
             b'A' => Self::Received(number(rest)?),
             b'Y' => Self::Sync(number(rest)?),
             b'Z' => Self::Synced(number(rest)?),
             b'S' => Self::Serving,
             b'E' => Self::Stopping(text(rest)),
-            b'L' => Self::Reload,
+            b'Q' => Self::Exit(text(rest)),
+            b'U' => Self::Succeed { version: u32::from_le_bytes(*rest.first_chunk()?) },
+            b'I' => Self::Listener,
             _ => return None,
         })
     }
 }
 
-fn decode_names(mut rest: &[u8]) -> Option<Vec<String>> {
-    let mut names = Vec::new();
-    while let Some((length, behind)) = rest.split_first() {
-        let (name, behind) = behind.split_at_checked(usize::from(*length))?;
-        // Names of passed descriptors are separated by colons.
-        let fits =
-            (1..=MAX_NAME).contains(&name.len()) && name.iter().all(|&byte| byte.is_ascii_graphic() && byte != b':');
-        names.push(String::from_utf8(name.to_vec()).ok().filter(|_| fits)?);
-        rest = behind;
-    }
-    Some(names)
-}
-
-/// Sends a message, with the descriptors of a `Hold`. Does not block.
+/// Sends a message, with the descriptors of an entry. Does not block.
 ///
 /// # Errors
 /// See sendmsg(2): `EAGAIN` if the socket is full, `ETOOMANYREFS` if too many descriptors are in flight.
@@ -166,7 +196,8 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
     }
     let message = Message::decode(&record[..raw.bytes]).filter(|_| !raw.flags.contains(ReturnFlags::TRUNC));
     let fits = |message: &Message| match message {
-        Message::Hold(names) => names.len() == raw.fds.len(),
+        Message::Entry(piece) => usize::from(piece.descriptors) == raw.fds.len(),
+        Message::Listener => raw.fds.len() == 1,
         _ => raw.fds.is_empty(),
     };
     match message.filter(fits) {

@@ -1,84 +1,79 @@
-//! The keeper: a process that only holds named descriptors, so that they outlive the server.
+//! The keeper: a process that only holds objects, so that they outlive the server.
 //!
-//! Server and keeper share one `SOCK_SEQPACKET` connection. The messages are the same in each setup; the responsibility for restarts
-//! differs:
+//! An [`Entry`] is an object: a manifest, which the keeper does not read, and descriptors. The keeper keeps it under a key, as a whole.
 //!
-//! | Server | Keeper | Restarts the server | Restarts the keeper |
-//! |---|---|---|---|
-//! | `vmmfd serve --keeper PATH`, [`KeeperPath::Socket`] | `vmmfd keeper`, which listens at the path | an init | an init |
-//! | a program with [`KeeperPath::Program`] | `vmmfd keeper`, which the server starts | its init, or its user | the server |
-//! | `vmmfd serve` | the first process, which starts the server with one end of a pair | the keeper | the server |
+//! It is always `vmmfd keeper`, which listens at a path, and has one server at a time. An init starts it for `vmmfd serve --keeper PATH` and
+//! [`KeeperPath::Socket`]; plain `vmmfd serve` and [`KeeperPath::Program`] start it themselves if none listens. Neither process restarts a
+//! server: its init or its user does.
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `role` | the role of a process, passed in environment variables |
-//! | `image`, `passed` | the program to execute, and the descriptors passed to it |
-//! | `peer`, `dial`, `link` | finds or starts a server's keeper, and takes over its descriptors |
+//! | `peer`, `dial`, `link`, `handover` | finds or starts a server's keeper, and takes over its entries |
 //! | `store` | the server's end of the connection |
-//! | `process`, `held`, `newcomers`, `service` | the keeper: its loop, its descriptors, new connections, the server that it starts |
-//! | `message`, `name` | the records, and the names of descriptors |
+//! | `process`, `held`, `newcomers`, `twin` | the keeper: its loop, its entries, new connections, its copy while it has no server |
+//! | `message`, `entries` | the records, and the entries that they carry |
 //!
 //! | Message | From | Meaning |
 //! |---|---|---|
-//! | `Hello` | server | its version, and whether it will send its descriptors (`resends`) or wants the keeper's |
+//! | `Hello` | server | its version, and whether it will send its entries (`resends`) or wants the keeper's |
 //! | `Welcome` | keeper | its version, and the most descriptors that it may hold |
 //! | `Refused` | keeper | why it closes this connection |
-//! | `Hold` | both | names, and a descriptor for each |
-//! | `Remove` | server | names to drop |
+//! | `Entry` | both | a piece of an entry: key, manifest, descriptors. With the last piece the entry replaces an older one, or only its manifest |
+//! | `Remove` | server | keys of entries to drop |
 //! | `Complete` | both | everything was sent; from the keeper also whether its set is complete |
 //! | `Received` | both | how many more descriptors were received: at most [`WINDOW`] are in flight |
 //! | `Sync`, `Synced` | server, keeper | a number, which the keeper returns once it has read everything before it |
-//! | `Serving` | server | it is ready |
-//! | `Stopping` | both | it exits on request; the server adds a summary of its objects |
-//! | `Reload` | a command | execute the program at the keeper's path in place |
+//! | `Serving` | server, next keeper | it is ready: from now on it holds everything too |
+//! | `Stopping` | both | it exits on request; the server adds a summary of its objects, unless another server is to follow, and sends a `Sync`; the keeper adds its successor |
+//! | `Exit` | server | the keeper exits and frees everything; with a summary of the objects |
+//! | `Succeed` | next keeper | hand over to it, and exit once it serves |
+//! | `Listener` | keeper | the listening socket, for the next keeper |
 //!
-//! The keeper reads a closed connection to the last message before it serves the next server. A put therefore needs no reply: the keeper
-//! gets everything that the kernel accepted from a server, even if that server was killed.
+//! The server answers a put, a delete or a recall once the keeper has returned the `Sync` after it. The keeper reads a closed connection to
+//! the last message before it serves the next server, and drops an entry whose last piece is missing.
 //!
-//! | Death of | Consequence |
+//! Two processes hold everything at every instant, unless one has just been killed. While no server is connected, and before it answers the
+//! `Sync` of a server that leaves, the keeper has a *twin*: a fork that waits, and continues as the keeper if its parent dies. The first
+//! message of a server that changes the keeper's state ends the twin.
+//!
+//! | End of | Consequence |
 //! |---|---|
-//! | the server | the keeper holds everything for the next server, which removes descriptors that no version names |
-//! | the keeper | the server connects to the next keeper and sends the catalogue, everything else and `Complete`. Puts wait for that, gets do not |
-//! | both, one after the other, before `Complete` | the next server checks the incomplete set against the catalogue and reports each version that lacks memory |
+//! | the server | the keeper holds everything for the next server |
+//! | the keeper | the server connects to the next keeper and sends everything and `Complete`. Puts wait for that, gets do not |
+//! | the keeper without a server | its twin is the keeper, and forks another twin |
+//! | the keeper by SIGTERM | with a server, its twin continues until the next keeper takes over; without one, everything is freed, unless another server is to follow: then a twin waits 10 s for it |
 //! | the server during the handover | as for the server: a handover copies |
-//! | the keeper during the handover | the server continues with the received descriptors, as with an incomplete set |
-//! | the keeper's new program during a reload | the old program is executed again; if that fails, as for the keeper |
+//! | the keeper during the handover | the server starts over with its twin. Without a twin it continues with the received entries, as with an incomplete set |
+//! | the server before `Complete`, after its keeper | the next server continues with the entries that arrived, and logs that others are lost |
 //! | both at once | the memory is freed, except for memory that clients hold |
 
 mod dial;
+mod entries;
+mod handover;
 mod held;
-mod image;
 mod link;
 mod message;
-mod name;
 mod newcomers;
-mod passed;
 mod peer;
 mod process;
-mod role;
-mod service;
 mod store;
 #[cfg(test)]
 mod tests;
+mod twin;
 
 #[cfg(test)]
 pub(super) use self::process::simulated::KeeperFlaw;
-pub use self::{
-    dial::{check_reachable, reload},
-    link::KeeperPath,
-    role::Role,
-};
+pub use self::{dial::check_reachable, link::KeeperPath};
 pub(super) use self::{
-    image::answer_check,
+    entries::Entry,
     link::{Link, Takeover},
-    name::{Inherited, Name},
     peer::Process,
     process::KeeperProcess,
-    store::{Flushed, Keeper, Mark, Store},
+    store::{Flushed, Keeper, Mark, Source, Store},
 };
 
-/// The version of the messages, and of the state passed to a program that is executed in place.
-const VERSION: u32 = 1;
+/// The version of the messages.
+const VERSION: u32 = 2;
 
 /// The most descriptors in flight: the kernel limits them for each user (`ETOOMANYREFS`).
 const WINDOW: usize = 512;

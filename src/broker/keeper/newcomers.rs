@@ -1,4 +1,4 @@
-//! New connections to a listening keeper, up to their first message.
+//! New connections to a keeper, up to their first message.
 
 use std::{
     io,
@@ -14,12 +14,15 @@ use super::{
     peer::require_own_user,
 };
 use crate::{
-    channel::{Cancel, Config, Listener, Peer, private_socket_path},
+    channel::{Cancel, Config, Listener, Peer, created_socket_path},
     error::{Error, Result},
 };
 
 /// The most connections that wait for their first message.
 const MAX_WAITING: usize = 16;
+
+/// The length of the accept queue.
+const BACKLOG: i32 = 128;
 
 /// A connection without its first message.
 #[derive(Debug)]
@@ -34,40 +37,85 @@ struct Newcomer {
 pub(super) enum NewcomerRequest {
     /// A server wants to be served.
     Serve { socket: OwnedFd, pid: i32, version: u32, resends: bool },
-    /// A command asks for a reload.
-    Reload(OwnedFd),
+    /// Another keeper takes over from this one.
+    Succeed { socket: OwnedFd, pid: i32, version: u32 },
 }
 
 /// The listening socket and its new connections.
 #[derive(Debug)]
 pub(super) struct Newcomers {
     listener: Listener,
-    pub(super) path: PathBuf,
+    path: PathBuf,
     waiting: Vec<Newcomer>,
 }
 
 impl Newcomers {
-    /// Listens at a path, or continues with the socket of the keeper that executed this program.
+    /// Listens at a path.
     ///
     /// # Errors
-    /// All errors of [`Listener::bind`] and [`private_socket_path`].
-    pub(super) fn at(path: &Path, inherited: Option<OwnedFd>, cancel: &Cancel) -> Result<Self> {
-        let listener = match inherited {
-            // Its folder may have been removed.
-            Some(listener) => Listener::inherited(listener, path)?,
-            None => {
-                let config = Config::default().timeout(HANDOVER_TIMEOUT).cancel(cancel);
-                Listener::bind(&private_socket_path(path)?, &config)?
-            }
-        };
+    /// All errors of [`Listener::bind`] and [`created_socket_path`].
+    pub(super) fn at(path: &Path, cancel: &Cancel) -> Result<Self> {
+        Self::over(bind(path, cancel)?, path)
+    }
+
+    /// Continues with the socket of the previous keeper. If its file is gone, listens at the path again.
+    ///
+    /// # Errors
+    /// All errors of [`Listener::take_over`] and [`Newcomers::at`].
+    pub(super) fn inherited(listener: OwnedFd, path: &Path, cancel: &Cancel) -> Result<Self> {
+        match Listener::take_over(listener, path)? {
+            Some(listener) => Self::over(listener, path)?.listened_again(),
+            None => Self::at(path, cancel),
+        }
+    }
+
+    fn over(listener: Listener, path: &Path) -> Result<Self> {
         // accept(2) must not block if a pending connection closes.
         rustix::io::ioctl_fionbio(&listener, true)
             .map_err(|errno| Error::system("start the keeper", io::Error::from(errno)))?;
         Ok(Self { listener, path: path.to_owned(), waiting: Vec::new() })
     }
 
+    fn listened_again(self) -> Result<Self> {
+        self.listen_again().map_err(|error| Error::system("listen", error))?;
+        Ok(self)
+    }
+
+    /// Makes the kernel report this process to connecting servers, instead of the keeper that listened first. See `SO_PEERCRED` in unix(7).
+    pub(super) fn listen_again(&self) -> io::Result<()> {
+        Ok(rustix::net::listen(&self.listener, BACKLOG)?)
+    }
+
+    /// Listens at the path again if the socket's file was removed: the next server would not find this keeper.
+    ///
+    /// # Errors
+    /// As for [`Newcomers::inherited`].
+    pub(super) fn restore_file(&mut self, cancel: &Cancel) -> Result<()> {
+        let failed = |error| Error::system("duplicate a descriptor", error);
+        let own = self.listener.as_fd().try_clone_to_owned().map_err(failed)?;
+        if Listener::take_over(own, &self.path)?.is_none() {
+            tracing::warn!(path = %self.path.display(), "the keeper's socket was removed: listening at its path again");
+            self.listener = Self::at(&self.path, cancel)?.listener;
+        }
+        Ok(())
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     pub(super) fn listener(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
+    }
+
+    /// Closes this process's copies of the connections that wait.
+    pub(super) fn forget_waiting(&mut self) {
+        self.waiting.clear();
+    }
+
+    /// Leaves the socket and its file to another process.
+    pub(super) fn leave(self) {
+        drop(self.listener.leave_file());
     }
 
     /// The descriptors to poll for [`Newcomers::requests`].
@@ -94,7 +142,9 @@ impl Newcomers {
                 Ok(Arrival::Message(Message::Hello { version, resends }, _)) => {
                     requests.push(NewcomerRequest::Serve { socket, pid, version, resends });
                 }
-                Ok(Arrival::Message(Message::Reload, _)) => requests.push(NewcomerRequest::Reload(socket)),
+                Ok(Arrival::Message(Message::Succeed { version }, _)) => {
+                    requests.push(NewcomerRequest::Succeed { socket, pid, version });
+                }
                 // Close the connection: it timed out, closed or sent another message.
                 _ => {}
             }
@@ -131,6 +181,12 @@ impl Newcomers {
             }
         }
     }
+}
+
+/// Listens at a path, whose folder is created if absent.
+fn bind(path: &Path, cancel: &Cancel) -> Result<Listener> {
+    let config = Config::default().timeout(HANDOVER_TIMEOUT).cancel(cancel);
+    Listener::bind(&created_socket_path(path)?, &config)
 }
 
 /// Sends an answer. The connection may be closed already.

@@ -1,5 +1,6 @@
 //! The keeper process.
 
+mod end;
 #[cfg(test)]
 pub(super) mod simulated;
 
@@ -7,7 +8,8 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    time::Duration,
+    process,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -21,108 +23,143 @@ use nix::{
 };
 
 use super::{
-    OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
+    HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
+    dial::{dial_if_there, unreachable},
+    entries::Entries,
+    handover::{Handover, Outcome, receive_all},
     held::Held,
-    image::Image,
     message::{Arrival, Message, receive, send},
     newcomers::{NewcomerRequest, Newcomers, answer},
-    passed::{Passed, PassedRecord},
-    peer::until,
-    role::Role,
-    service::Service,
+    peer::{Process, until},
+    twin::{Side, Twin},
 };
 use crate::{
     broker::notify::notify,
-    channel::{Cancel, Listener, Peer},
-    error::{Error, Result},
+    channel::Cancel,
+    error::{Error, Result, SocketError},
+    sys,
 };
 
 /// The most messages of the server to read before checking signals and other connections.
 const MESSAGES_PER_TURN: usize = 256;
 
+/// Retry interval while two keepers start at one path.
+const START_RETRY: Duration = Duration::from_millis(5);
+
 /// A server's connection.
 #[derive(Debug)]
 struct KeeperConnection {
     socket: OwnedFd,
-    pid: i32,
+    process: Process,
     /// Whether its hello was received.
     greeted: bool,
+    /// Whether it announced its exit, and the sync to answer once a twin has everything too.
+    leaves: bool,
+    pending_sync: Option<u64>,
+    /// Whether this keeper ends the connection.
+    is_released: bool,
     /// Received descriptors that are not acknowledged yet.
     received: usize,
 }
 
 #[derive(Debug)]
 pub(in crate::broker) struct KeeperProcess {
-    image: Image,
     held: Held,
     server: Option<KeeperConnection>,
-    /// Where servers connect; `None` if this process starts them.
+    /// Where servers connect; `None` in a simulation.
     newcomers: Option<Newcomers>,
-    service: Option<Service>,
-    /// A requested reload, and the connection that waits for its result.
-    reload: Option<Option<OwnedFd>>,
-    /// Whether this process reports `READY=1` to its init.
-    notifies: bool,
+    twin: Twin,
+    /// The previous keeper, which waits until this one serves.
+    predecessor: Option<OwnedFd>,
+    /// Whether a server started it: it has no init, and exits if no server uses it.
+    is_detached: bool,
+    /// Since when it has no server.
+    alone_since: Instant,
+    /// Whether the last server did not say that it exits for good: another will follow.
+    awaits_server: bool,
+    /// When a twin frees everything that no server has taken over, after its parent was asked to exit.
+    frees_at: Option<Instant>,
+    /// The exit code, once it is to exit.
+    exit: Option<i32>,
 }
 
 impl KeeperProcess {
-    /// Creates the keeper that starts the broker's servers at a path.
+    /// Creates the keeper that listens at a path. If one runs there, takes over everything from it, and it exits.
     ///
     /// # Errors
-    /// [`Error::System`].
-    pub(in crate::broker) fn of_service(socket: &Path, role: Role) -> Result<Self> {
-        let failed = |error| Error::system("start the keeper", error);
-        if role.is_first() {
-            // Another broker may already serve this path.
-            Listener::check_free(socket)?;
+    /// [`Error::Socket`](crate::Error::Socket) if the path can't be used; [`Error::System`] if the running keeper does not hand over.
+    pub(in crate::broker) fn at(path: &Path, is_detached: bool, cancel: &Cancel) -> Result<Self> {
+        let deadline = Instant::now() + HANDOVER_TIMEOUT;
+        loop {
+            if let Some((socket, keeper)) = dial_if_there(path, Duration::ZERO, cancel)? {
+                let request = Message::Succeed { version: VERSION };
+                let outcome = receive_all(&socket, &keeper, &request, cancel);
+                if let Outcome::Complete(handover) = outcome.map_err(|error| unreachable(path, error))?
+                    && let Some(keeper) = Self::after(socket, handover, path, is_detached, cancel)?
+                {
+                    return Ok(keeper);
+                }
+                // It died, or this process was too slow. Its twin, the server or itself has everything.
+            } else {
+                match Newcomers::at(path, cancel) {
+                    // Another keeper starts at this moment.
+                    Err(Error::Socket(SocketError::AlreadyServed { .. })) if Instant::now() < deadline => {}
+                    newcomers => {
+                        return Ok(Self::new(Held::new(Entries::default(), String::new()), newcomers?, is_detached));
+                    }
+                }
+            }
+            cancel.pause(START_RETRY)?;
         }
-        let mut received = PassedRecord::take().map_err(failed)?;
-        let service = Service::new(socket, role, received.process.take());
-        Self::new(received, role, None, Some(service)).map_err(failed)
     }
 
-    /// Creates a keeper that listens at a path for servers that others start.
-    ///
-    /// # Errors
-    /// [`Error::Socket`](crate::Error::Socket) if another process listens there, or if other users can access the folder;
-    /// [`Error::System`].
-    pub(in crate::broker) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
-        let failed = |error| Error::system("start the keeper", error);
-        let mut received = PassedRecord::take().map_err(failed)?;
-        let newcomers = Newcomers::at(path, received.listener.take(), cancel)?;
-        Self::new(received, role, Some(newcomers), None).map_err(failed)
-    }
-
-    fn new(
-        received: PassedRecord,
-        role: Role,
-        newcomers: Option<Newcomers>,
-        service: Option<Service>,
-    ) -> io::Result<Self> {
-        let PassedRecord { held, server, requester, last_report, .. } = received;
-        let greeted = matches!(role, Role::Reloaded(_));
-        let server = server.map(|socket| {
-            let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
-            KeeperConnection { socket, pid, greeted, received: 0 }
-        });
-        let keeper = Self {
-            image: Image::of_this_process()?,
-            held: Held::new(held, last_report),
-            server,
-            // A server that starts its keeper is not an init, and the server's own init waits for the server's report.
-            notifies: service.is_none() && !matches!(role, Role::Another(_)),
-            newcomers,
-            service,
-            reload: None,
+    /// Creates the keeper that continues with the state of another. `None` if the other one did not wait for it.
+    fn after(
+        socket: OwnedFd,
+        handover: Handover,
+        path: &Path,
+        is_detached: bool,
+        cancel: &Cancel,
+    ) -> Result<Option<Self>> {
+        let Handover { entries, is_whole, listener, report, .. } = handover;
+        let newcomers = match listener {
+            Some(listener) => Newcomers::inherited(listener, path, cancel)?,
+            None => return Err(unreachable(path, io::Error::other("it did not hand over its socket"))),
         };
-        if let Some(requester) = requester {
-            tracing::info!("reloaded: now executing {}", keeper.image.path.display());
-            answer(&requester, &Message::Welcome { version: VERSION, allowed: descriptor_limit() });
+        let awaits_server = report.is_empty();
+        let mut held = Held::new(entries, report);
+        held.is_whole = is_whole;
+        let mut keeper = Self { predecessor: Some(socket), awaits_server, ..Self::new(held, newcomers, is_detached) };
+        // The twin must not handle signals before it is the keeper.
+        block_signals()?;
+        keeper.keep_twin();
+        if let Some(predecessor) = keeper.predecessor.take() {
+            if send(&predecessor, &Message::Serving, &[]).is_err() {
+                keeper.twin.end();
+                keeper.leave_socket();
+                return Ok(None);
+            }
+            tracing::info!("took over {} descriptors from the previous keeper", keeper.held.len());
         }
-        Ok(keeper)
+        Ok(Some(keeper))
     }
 
-    /// Holds descriptors until SIGTERM, SIGINT or the server's own exit ends it. Returns the exit code. Blocks.
+    fn new(held: Held, newcomers: Newcomers, is_detached: bool) -> Self {
+        Self {
+            held,
+            server: None,
+            newcomers: Some(newcomers),
+            twin: Twin::default(),
+            predecessor: None,
+            is_detached,
+            alone_since: Instant::now(),
+            awaits_server: false,
+            frees_at: None,
+            exit: None,
+        }
+    }
+
+    /// Holds descriptors until SIGTERM, SIGINT, the server or another keeper ends it. Returns the exit code. Blocks.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -133,76 +170,53 @@ impl KeeperProcess {
     }
 
     fn serve(&mut self) -> Result<i32> {
-        let mut signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        let signals = SignalFd::with_flags(&block_signals()?, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+            .map_err(|errno| Error::system("wait for signals", errno))?;
         // Process 1 of a container is the parent of all orphans.
-        let is_init = std::process::id() == 1;
-        if is_init {
-            signals.add(Signal::SIGCHLD);
-        }
-        let failed = |errno: Errno| Error::system("wait for signals", errno);
-        signals.thread_block().map_err(failed)?;
-        let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).map_err(failed)?;
-        if self.notifies {
+        let is_init = process::id() == 1;
+        if !self.is_detached {
             notify("READY=1");
         }
-        if self.service.as_mut().is_some_and(Service::take_outdated) {
-            self.end_server(Signal::SIGHUP);
-            if let Some(service) = &mut self.service {
-                service.restart();
-            }
-        }
-        loop {
-            self.start_server()?;
+        while self.exit.is_none() {
             self.wait(&signals)?;
             self.read_server(MESSAGES_PER_TURN);
+            self.check_server();
             self.serve_newcomers();
             while let Ok(Some(signal)) = signals.read_signal() {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
-                    Ok(Signal::SIGHUP) => self.reload = self.reload.take().or(Some(None)),
-                    Ok(Signal::SIGCHLD) => {}
-                    Ok(signal) => return Ok(self.end(signal)),
-                    Err(_) => {}
+                    Ok(Signal::SIGHUP) => {
+                        tracing::info!("ignored SIGHUP: to upgrade, start another keeper at this path")
+                    }
+                    Ok(Signal::SIGINT | Signal::SIGTERM) => self.end(),
+                    _ => {}
                 }
             }
-            if self.service.as_mut().is_some_and(Service::has_ended) {
-                // Read the messages that it sent before it died.
-                self.read_server(usize::MAX);
-                self.server = None;
-                if let Some(code) = self.service.as_mut().and_then(Service::after_end) {
-                    return Ok(code);
-                }
-            }
+            self.twin.reap();
             if is_init {
                 self.reap_orphans();
             }
-            if self.is_settled()
-                && let Some(requester) = self.reload.take()
-            {
-                self.reload(requester)?;
+            if self.server.is_none() && self.frees_at.is_some_and(|at| at <= Instant::now()) {
+                self.log_end();
+                self.exit = Some(0);
+            } else if self.unused_at().is_some_and(|at| at <= Instant::now()) {
+                tracing::info!("exiting: no server has used this keeper for {HANDOVER_TIMEOUT:?}");
+                self.exit = Some(0);
             }
+            self.keep_twin();
         }
+        Ok(self.exit.unwrap_or_default())
     }
 
     /// Waits for children that this process did not start, so that they do not remain zombies.
     fn reap_orphans(&self) {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         while let Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) = waitid(Id::All, flags) {
-            // The next turn handles the server's end.
-            if self.service.as_ref().is_some_and(|service| service.pid() == pid.as_raw()) {
+            // The next turn reaps the twin.
+            if self.twin.pid() == Some(pid.as_raw()) {
                 return;
             }
             let _ = waitpid(pid, None);
         }
-    }
-
-    /// Starts a server if one is due.
-    fn start_server(&mut self) -> Result<()> {
-        let Some(service) = &mut self.service else { return Ok(()) };
-        if let Some(socket) = service.start_if_due(&self.image)? {
-            let pid = service.pid();
-            self.server = Some(KeeperConnection { socket, pid, greeted: false, received: 0 });
-        }
-        Ok(())
     }
 
     fn wait(&self, signals: &SignalFd) -> Result<()> {
@@ -211,18 +225,78 @@ impl KeeperProcess {
         }
         let mut fds = vec![watch(signals.as_fd())];
         fds.extend(self.server.as_ref().map(|server| watch(server.socket.as_fd())));
+        fds.extend(self.server.as_ref().and_then(|server| server.process.pidfd()).map(watch));
         fds.extend(self.newcomers.iter().flat_map(Newcomers::watched).map(watch));
-        let service = self.service.as_ref();
-        fds.extend(service.and_then(Service::pidfd).map(watch));
-        let deadlines = service.and_then(|service| service.restart_at).into_iter();
-        let deadlines = deadlines.chain(self.newcomers.as_ref().and_then(Newcomers::deadline));
-        let timeout = deadlines.min().map_or(PollTimeout::NONE, |at| {
+        fds.extend(self.twin.pidfd().map(watch));
+        let frees_at = self.frees_at.filter(|_| self.server.is_none());
+        let newcomers = self.newcomers.as_ref().and_then(Newcomers::deadline);
+        let deadlines = [newcomers, self.twin.next_fork, self.unused_at(), frees_at];
+        let timeout = deadlines.into_iter().flatten().min().map_or(PollTimeout::NONE, |at| {
             PollTimeout::try_from(until(at) + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
         match poll(&mut fds, timeout) {
             Ok(_) | Err(Errno::EINTR) => Ok(()),
             Err(errno) => Err(Error::system("wait for the server", errno)),
         }
+    }
+
+    /// When a keeper that a server started exits because it is not used.
+    fn unused_at(&self) -> Option<Instant> {
+        let is_unused = self.is_detached && self.server.is_none() && self.held.len() == 0;
+        is_unused.then(|| self.alone_since + HANDOVER_TIMEOUT)
+    }
+
+    /// Keeps a twin while no server has the descriptors, and before a server that leaves gets its answer. Only the main loop and the start
+    /// may call it: in the twin, it returns when the parent has died.
+    fn keep_twin(&mut self) {
+        let is_needed = self.server.as_ref().is_none_or(|server| server.pending_sync.is_some());
+        if !is_needed || self.exit.is_some() {
+            return;
+        }
+        if self.held.len() == 0 {
+            self.twin.end();
+        } else if self.twin.is_due() {
+            self.fork_twin();
+        }
+        if let Some(server) = &mut self.server
+            && let Some(number) = server.pending_sync.take()
+            && let Err(error) = reply(&server.socket, &Message::Synced(number))
+        {
+            tracing::warn!("cannot answer the server: {error}");
+        }
+    }
+
+    /// Forks a twin. In the twin, returns when the parent has died; it is the keeper then. Returns whether this process is the parent.
+    fn fork_twin(&mut self) -> bool {
+        let parent = match self.twin.fork() {
+            Ok(Side::Parent) => return true,
+            Ok(Side::Twin(parent)) => parent,
+            Err(error) => {
+                tracing::warn!(%error, "cannot fork the keeper's twin: only this process holds the descriptors");
+                return true;
+            }
+        };
+        // The peers of these connections must see the parent's end.
+        (self.server, self.predecessor) = (None, None);
+        if let Some(newcomers) = &mut self.newcomers {
+            newcomers.forget_waiting();
+        }
+        parent.wait_for_death();
+        (self.alone_since, self.exit) = (Instant::now(), None);
+        // The fork has no thread that writes the log.
+        let _ = sys::never_block_on_stderr();
+        if let Some(Err(error)) = self.newcomers.as_ref().map(Newcomers::listen_again) {
+            tracing::error!(%error, "cannot listen");
+        }
+        tracing::info!(
+            pid = process::id(),
+            "the keeper, pid {}, has exited: its twin holds {} descriptors",
+            parent.pid,
+            self.held.len()
+        );
+        self.restore_file();
+        self.keep_twin();
+        false
     }
 
     /// Reads at most `limit` messages of the server.
@@ -238,15 +312,45 @@ impl KeeperProcess {
             if let Err(error) = taken {
                 tracing::warn!("closing the connection with the server: {error}");
                 // The server reconnects and sends everything again.
-                self.server = None;
+                self.close_server();
             }
         }
     }
 
+    /// Notices the server's death even if another process has a copy of its socket.
+    fn check_server(&mut self) {
+        if self.server.as_ref().is_some_and(|server| server.process.is_dead()) {
+            self.read_server(usize::MAX);
+            if self.server.is_some() {
+                self.lose_server();
+            }
+        }
+    }
+
+    fn close_server(&mut self) {
+        self.server = None;
+        self.alone_since = Instant::now();
+    }
+
     fn lose_server(&mut self) {
-        if let Some(server) = self.server.take().filter(|_| self.service.is_none()) {
-            let count = self.held.len();
-            tracing::info!("the server, pid {}, is gone: {count} descriptors are held for the next one", server.pid);
+        let ended = self.server.as_ref().map(|server| (server.process.pid, server.leaves || server.is_released));
+        let Some((pid, leaves)) = ended else {
+            return;
+        };
+        self.close_server();
+        let count = self.held.len();
+        match leaves {
+            true => tracing::info!("the server, pid {pid}, has left: {count} descriptors are held for the next one"),
+            false => tracing::warn!("the server, pid {pid}, crashed: {count} descriptors are held for the next one"),
+        }
+        self.restore_file();
+    }
+
+    /// The next server must find this keeper.
+    fn restore_file(&mut self) {
+        let Some(newcomers) = &mut self.newcomers else { return };
+        if let Err(error) = Cancel::new().and_then(|cancel| newcomers.restore_file(&cancel)) {
+            tracing::error!(error = error.in_full(), "the next server can't find this keeper");
         }
     }
 
@@ -259,35 +363,35 @@ impl KeeperProcess {
         if !server.greeted {
             return Err(io::Error::other("its first message was not a hello"));
         }
+        if message.outdates_twin() {
+            // The server has everything.
+            self.twin.end();
+        }
         match message {
-            Message::Hold(names) => {
-                server.received += names.len();
-                for (name, fd) in names.into_iter().zip(fds) {
-                    self.held.hold(name, fd);
-                }
+            Message::Entry(piece) => {
+                server.received += fds.len();
+                self.held.take(piece, fds)?;
                 if server.received >= RECEIVED_EACH {
                     let received = std::mem::take(&mut server.received) as u64;
                     reply(&server.socket, &Message::Received(received))?;
                 }
             }
-            Message::Remove(names) => {
-                names.iter().for_each(|name| self.held.remove(name));
-            }
+            Message::Remove(keys) => keys.into_iter().for_each(|key| self.held.remove(key)),
             Message::Complete(_) => self.held.complete(),
             // Acknowledges the last descriptors of the handover.
             Message::Received(_) => {}
+            Message::Sync(number) if server.leaves => server.pending_sync = Some(number),
             Message::Sync(number) => reply(&server.socket, &Message::Synced(number))?,
-            Message::Serving => {
-                self.held.last_report = String::new();
-                if let Some(service) = &mut self.service {
-                    service.mark_ready();
-                }
-            }
+            Message::Serving => self.held.last_report = String::new(),
             Message::Stopping(report) => {
+                (server.leaves, self.awaits_server) = (true, report.is_empty());
                 self.held.last_report = report;
-                if let Some(service) = &mut self.service {
-                    service.mark_stopping();
-                }
+            }
+            Message::Exit(report) => {
+                self.held.last_report = report;
+                self.close_server();
+                self.log_end();
+                self.exit = Some(0);
             }
             other => return Err(io::Error::other(format!("it sent {other:?}, which servers do not send"))),
         }
@@ -299,12 +403,13 @@ impl KeeperProcess {
         let Some(server) = &mut self.server else { return Ok(()) };
         if version != VERSION {
             let why = format!(
-                "this keeper has version {VERSION} of the protocol between server and keeper, and the server has version {version}: reload the keeper"
+                "this keeper has version {VERSION} of the protocol between server and keeper, and the server has version {version}: start the keeper of the server's version"
             );
             let _ = send(&server.socket, &Message::Refused(why.clone()), &[]);
             return Err(io::Error::other(why));
         }
         server.greeted = true;
+        (self.awaits_server, self.frees_at) = (true, None);
         reply(&server.socket, &Message::Welcome { version: VERSION, allowed: descriptor_limit() })?;
         if resends {
             self.held.begin_resend();
@@ -319,13 +424,12 @@ impl KeeperProcess {
         let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
         for request in requests {
             match request {
+                // Closes the connection: the peer connects to the next keeper.
+                _ if self.exit.is_some() => {}
                 NewcomerRequest::Serve { socket, pid, version, resends } => {
                     self.replace_server(socket, pid, version, resends)
                 }
-                NewcomerRequest::Reload(socket) if matches!(self.reload, Some(Some(_))) => {
-                    answer(&socket, &Message::Refused("another reload is in progress".to_owned()));
-                }
-                NewcomerRequest::Reload(socket) => self.reload = Some(Some(socket)),
+                NewcomerRequest::Succeed { socket, pid, version } => self.serve_successor(&socket, pid, version),
             }
         }
     }
@@ -334,119 +438,39 @@ impl KeeperProcess {
     fn replace_server(&mut self, socket: OwnedFd, pid: i32, version: u32, resends: bool) {
         // The previous server may have unread messages.
         self.read_server(usize::MAX);
+        self.check_server();
         if let Some(server) = &self.server {
-            let why = format!("it already serves pid {}: a keeper has one server", server.pid);
+            let why = format!("it already serves pid {}: a keeper has one server", server.process.pid);
             tracing::warn!("refused pid {pid}: {why}");
             return answer(&socket, &Message::Refused(why));
         }
-        self.server = Some(KeeperConnection { socket, pid, greeted: false, received: 0 });
+        self.server = Some(KeeperConnection {
+            socket,
+            process: Process::of(pid),
+            greeted: false,
+            leaves: false,
+            is_released: false,
+            pending_sync: None,
+            received: 0,
+        });
         match self.greet(version, resends) {
             Ok(()) => tracing::info!("serves pid {pid}, with {} descriptors", self.held.len()),
             Err(error) => {
                 tracing::warn!("can't serve pid {pid}: {error}");
-                self.server = None;
+                self.close_server();
             }
         }
     }
+}
 
-    /// Whether no handover is in progress.
-    fn is_settled(&self) -> bool {
-        self.held.is_whole && self.server.as_ref().is_none_or(|server| server.greeted)
+/// Blocks the signals that the keeper handles. Process 1 of a container also handles the exits of orphans.
+fn block_signals() -> Result<SigSet> {
+    let mut signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    if process::id() == 1 {
+        signals.add(Signal::SIGCHLD);
     }
-
-    /// Executes the program at this program's path in place, with all descriptors, if it can take over.
-    fn reload(&mut self, requester: Option<OwnedFd>) -> Result<()> {
-        // The next program starts to count at 0.
-        if let Some(server) = self.server.as_mut().filter(|server| server.received > 0) {
-            let received = std::mem::take(&mut server.received) as u64;
-            // Fails if the server is gone: the next read reports it.
-            let _ = send(&server.socket, &Message::Received(received), &[]);
-        }
-        let passed = Passed {
-            held: self.held.iter().collect(),
-            server: self.server.as_ref().map(|server| server.socket.as_fd()),
-            listener: self.newcomers.as_ref().map(Newcomers::listener),
-            requester: requester.as_ref().map(AsFd::as_fd),
-            last_report: &self.held.last_report,
-        };
-        let file = match self.image.check(&passed) {
-            Ok(file) => file,
-            Err(why) => {
-                tracing::warn!("not reloaded: {why}; the current program keeps running");
-                if let Some(requester) = requester {
-                    answer(&requester, &Message::Refused(why));
-                }
-                return Ok(());
-            }
-        };
-        let process = self.service.as_ref().and_then(Service::pidfd);
-        let role = Role::Reloaded(self.service.as_ref().map_or(0, Service::pid));
-        let error = self.image.execute(&file, role, process, &passed);
-        Err(Error::system(format!("execute {}", self.image.path.display()), error))
-    }
-
-    /// Ends the server that this process started, and waits for its exit.
-    fn end_server(&mut self, signal: Signal) {
-        let mut killed = false;
-        let Some(deadline) = self.service.as_ref().and_then(|service| service.signal(signal)) else { return };
-        loop {
-            self.read_server(usize::MAX);
-            let Some(service) = &mut self.service else { return };
-            if service.has_ended() {
-                self.read_server(usize::MAX);
-                self.server = None;
-                return;
-            }
-            if until(deadline).is_zero() && !std::mem::replace(&mut killed, true) {
-                tracing::warn!("the server does not exit: killing it");
-                service.signal(Signal::SIGKILL);
-            }
-            let mut fds = Vec::new();
-            fds.extend(service.pidfd().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
-            fds.extend(self.server.as_ref().map(|server| PollFd::new(server.socket.as_fd(), PollFlags::POLLIN)));
-            let _ = poll(
-                &mut fds,
-                PollTimeout::try_from(until(deadline).max(Duration::from_millis(20))).unwrap_or(PollTimeout::MAX),
-            );
-        }
-    }
-
-    /// Handles SIGTERM and SIGINT. Returns the exit code.
-    fn end(&mut self, signal: Signal) -> i32 {
-        if self.service.is_some() {
-            self.end_server(Signal::SIGTERM);
-            return self.service.as_mut().map_or(0, |service| service.code(signal as i32));
-        }
-        let count = self.held.len();
-        match &self.server {
-            Some(server) => {
-                // Fails if the server is gone.
-                let _ = send(&server.socket, &Message::Stopping(String::new()), &[]);
-                tracing::info!("exiting: the server, pid {}, has all the descriptors", server.pid);
-            }
-            None if count == 0 => tracing::info!("exiting: no descriptors are held"),
-            None if self.held.last_report.is_empty() => {
-                tracing::warn!("exiting, and freeing {count} descriptors that no server has")
-            }
-            None => tracing::info!("exiting, and freeing {count} descriptors: {}", self.held.last_report),
-        }
-        0
-    }
-
-    /// Closes everything and removes the socket's file.
-    fn finish(self) {
-        let path = match (&self.newcomers, &self.service) {
-            (Some(newcomers), _) => newcomers.path.clone(),
-            (None, Some(service)) => service.socket.clone(),
-            _ => return,
-        };
-        drop(self);
-        let removed =
-            Cancel::new().and_then(|cancel| Listener::remove_unserved(&path, Duration::from_millis(200), &cancel));
-        if let Err(error) = removed {
-            tracing::debug!(%error, "cannot remove the socket's file");
-        }
-    }
+    signals.thread_block().map_err(|errno| Error::system("block signals", errno))?;
+    Ok(signals)
 }
 
 /// Sends a reply. The server may have died, but its earlier messages must still be read.

@@ -1,20 +1,29 @@
 //! The server's end of the connection with its keeper: sent and queued messages.
 
 use std::{
-    collections::{HashSet, VecDeque},
+    collections::VecDeque,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use super::{
-    Name, VERSION, WINDOW,
+    VERSION, WINDOW,
+    entries::Sending,
     message::{Arrival, MAX_TOGETHER, Message, receive, send},
 };
 use crate::{
-    broker::catalogue::SegmentId,
     error::{BrokerError, RefusalCode},
     sys,
 };
+
+/// Where the store finds the entries that it sends.
+pub(in crate::broker) trait Source {
+    /// An entry's manifest as JSON, and the number of its descriptors. `None` if the entry is gone.
+    fn manifest(&self, key: u64) -> Option<(Vec<u8>, usize)>;
+
+    /// The descriptors of an entry.
+    fn descriptors(&self, key: u64) -> Option<&[OwnedFd]>;
+}
 
 /// The kind of keeper that holds the server's descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,29 +42,21 @@ impl Keeper {
     }
 }
 
-/// A point in the message queue: [`Store::holds`] returns whether everything before it is held.
+/// A point in the message queue: [`Store::is_confirmed`] returns whether the keeper has read everything before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(in crate::broker) struct Mark(u64);
 
-/// A queued message.
+/// A queued message. Entries are looked up when they are sent.
 #[derive(Debug)]
 enum Item {
-    Hold(Name, FdSource),
-    Remove(String),
+    Entry(u64),
+    Update(u64),
+    Remove(u64),
     Complete,
     Sync(u64),
     Serving,
     Stopping(String),
-}
-
-/// Where to find a descriptor.
-#[derive(Debug)]
-enum FdSource {
-    /// A segment, looked up by number when it is sent. If it is gone, nothing is sent; if another segment has taken its number, that
-    /// segment's descriptor is sent twice.
-    Segment(SegmentId),
-    /// A descriptor in the queue itself.
-    Own(OwnedFd),
+    Exit(String),
 }
 
 /// The result of a flush.
@@ -80,14 +81,20 @@ pub(in crate::broker) struct Store {
     /// Whether the keeper announced its exit, and whether any keeper died unannounced.
     keeper_stops: bool,
     keeper_crashed: bool,
+    /// Whether the keeper that announced its exit has no successor yet.
+    needs_successor: bool,
     /// The most descriptors that the keeper may hold, and how many it holds.
     allowed: usize,
     used: usize,
     queue: VecDeque<Item>,
+    /// The entry of which this keeper has got the first records.
+    sending: Option<Sending>,
     /// How many items were ever queued and sent, and how many this keeper has read.
     queued: u64,
     sent: u64,
     confirmed: u64,
+    /// Whether entries were queued after the last sync.
+    needs_sync: bool,
     /// Descriptors sent and not acknowledged.
     in_flight: usize,
 }
@@ -134,32 +141,34 @@ impl Store {
         Err(BrokerError::new(RefusalCode::Full, message))
     }
 
-    /// Sends a segment.
-    pub(in crate::broker) fn hold(&mut self, id: SegmentId) {
-        self.used += 1;
-        self.push(Item::Hold(Name::Segment(id), FdSource::Segment(id)));
+    /// Sends an entry with this number of descriptors. It replaces the entry with the same key.
+    pub(in crate::broker) fn send(&mut self, key: u64, descriptors: usize) {
+        self.used += descriptors;
+        // The beginning that the keeper has belongs to the replaced entry.
+        self.sending.take_if(|sending| sending.key == key);
+        self.change(Item::Entry(key));
     }
 
-    /// Sends any other descriptor.
-    pub(in crate::broker) fn keep_own(&mut self, name: Name, fd: OwnedFd) {
-        self.used += 1;
-        self.replace(name, fd);
+    /// Sends an entry with `now` descriptors instead of `before`.
+    pub(in crate::broker) fn replace(&mut self, key: u64, before: usize, now: usize) {
+        self.used = self.used.saturating_sub(before);
+        self.send(key, now);
     }
 
-    /// Sends a descriptor that replaces the one with the same name.
-    pub(in crate::broker) fn replace(&mut self, name: Name, fd: OwnedFd) {
-        self.push(Item::Hold(name, FdSource::Own(fd)));
+    /// Sends the new manifest of an entry.
+    pub(in crate::broker) fn update(&mut self, key: u64) {
+        self.change(Item::Update(key));
     }
 
-    /// Removes a descriptor.
-    pub(in crate::broker) fn remove(&mut self, name: Name) {
-        self.used = self.used.saturating_sub(1);
-        self.push(Item::Remove(name.to_string()));
+    /// Removes an entry with this number of descriptors.
+    pub(in crate::broker) fn remove(&mut self, key: u64, descriptors: usize) {
+        self.used = self.used.saturating_sub(descriptors);
+        self.change(Item::Remove(key));
     }
 
-    /// Removes a descriptor that the server does not know.
-    pub(in crate::broker) fn remove_other(&mut self, name: String) {
-        self.push(Item::Remove(name));
+    fn change(&mut self, item: Item) {
+        self.push(item);
+        self.needs_sync = true;
     }
 
     /// Tells the keeper that its set is complete.
@@ -172,14 +181,20 @@ impl Store {
         self.push(Item::Serving);
     }
 
-    /// Tells the keeper that the server exits on request, with a summary of its objects.
+    /// Tells the keeper that the server leaves, with a summary of its objects. A [`Store::sync`] must follow.
     pub(in crate::broker) fn stopping(&mut self, held: String) {
         self.push(Item::Stopping(held));
+    }
+
+    /// Makes the keeper exit and free everything. The summary is for its log.
+    pub(in crate::broker) fn exit(&mut self, held: String) {
+        self.push(Item::Exit(held));
     }
 
     /// Queues a sync and returns its mark, for [`Store::is_confirmed`].
     pub(in crate::broker) fn sync(&mut self) -> Mark {
         self.push(Item::Sync(self.queued + 1));
+        self.needs_sync = false;
         self.mark()
     }
 
@@ -196,15 +211,9 @@ impl Store {
         Mark(self.queued)
     }
 
-    /// Whether everything before a mark is held: sent to a keeper that accepted the connection. That keeper reads all sent messages, even
-    /// if this process dies.
-    pub(in crate::broker) fn holds(&self, mark: Mark) -> bool {
-        self.keeper == Keeper::None || self.greeted && self.sent >= mark.0
-    }
-
-    /// Whether the keeper has read everything before a mark.
+    /// Whether the keeper has read everything before a mark. Without a keeper, there is nothing to wait for.
     pub(in crate::broker) fn is_confirmed(&self, mark: Mark) -> bool {
-        self.connection.is_some() && self.confirmed >= mark.0
+        self.keeper == Keeper::None || self.connection.is_some() && self.confirmed >= mark.0
     }
 
     /// How many items have been sent.
@@ -217,6 +226,16 @@ impl Store {
         self.greeted
     }
 
+    /// Whether this keeper announced its exit.
+    pub(in crate::broker) fn keeper_stops(&self) -> bool {
+        self.keeper_stops
+    }
+
+    /// Whether this keeper announced since the last call that it exits, and that there is no other.
+    pub(in crate::broker) fn take_succession(&mut self) -> bool {
+        std::mem::take(&mut self.needs_successor)
+    }
+
     /// Whether a keeper has crashed since the last call.
     pub(in crate::broker) fn take_crash(&mut self) -> bool {
         std::mem::take(&mut self.keeper_crashed)
@@ -227,61 +246,61 @@ impl Store {
         self.connection().is_some_and(|socket| sys::unread(socket).is_ok_and(|bytes| bytes > 0))
     }
 
-    /// The segments not yet sent to this keeper; `None` means all.
-    pub(in crate::broker) fn unsent(&self) -> Option<HashSet<SegmentId>> {
-        let waiting = |item: &Item| match item {
-            Item::Hold(_, FdSource::Segment(id)) => Some(*id),
-            _ => None,
-        };
-        self.greeted.then(|| self.queue.iter().filter_map(waiting).collect())
-    }
-
-    /// Sends queued messages. Drops the connection if the keeper is gone.
-    pub(in crate::broker) fn flush<'a>(&mut self, segment: impl Fn(SegmentId) -> Option<BorrowedFd<'a>>) -> Flushed {
+    /// Sends queued messages, and a sync after the last entry. Drops the connection if the keeper is gone.
+    pub(in crate::broker) fn flush(&mut self, source: &impl Source) -> Flushed {
         if self.keeper == Keeper::None {
             return Flushed::All;
         }
         let Some(connection) = &self.connection else { return Flushed::Gone };
-        while let Some(first) = self.queue.front() {
+        loop {
+            if self.queue.is_empty() && std::mem::take(&mut self.needs_sync) {
+                self.queued += 1;
+                self.queue.push_back(Item::Sync(self.queued));
+            }
+            let Some(first) = self.queue.front() else { return Flushed::All };
             let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
-            let (message, items) = match first {
-                Item::Hold(..) => {
-                    let room = MAX_TOGETHER.min(WINDOW.saturating_sub(self.in_flight));
-                    if room == 0 {
+            // How many items the message completes.
+            let mut items = 1;
+            let message = match first {
+                Item::Entry(key) | Item::Update(key) => {
+                    let (key, is_update) = (*key, matches!(first, Item::Update(_)));
+                    if self.sending.is_none() {
+                        let found = source.manifest(key);
+                        self.sending = found.map(|(manifest, descriptors)| match is_update {
+                            true => Sending::update(key, manifest),
+                            false => Sending::new(key, manifest, descriptors),
+                        });
+                    }
+                    // If the entry is gone, its removal follows. The keeper drops the beginning of it.
+                    let (Some(sending), Some(all)) = (&mut self.sending, source.descriptors(key)) else {
+                        self.sending = None;
+                        self.queue.pop_front();
+                        self.sent += 1;
+                        continue;
+                    };
+                    let Some((message, at)) = sending.next(WINDOW.saturating_sub(self.in_flight)) else {
                         return Flushed::Full;
-                    }
-                    let (mut names, mut items) = (Vec::new(), 0);
-                    for item in self.queue.iter().take(room) {
-                        let Item::Hold(name, source) = item else { break };
-                        let fd = match source {
-                            FdSource::Segment(id) => segment(*id),
-                            FdSource::Own(fd) => Some(fd.as_fd()),
-                        };
-                        if let Some(fd) = fd {
-                            names.push(name.to_string());
-                            fds.push(fd);
-                        }
-                        items += 1;
-                    }
-                    (Message::Hold(names), items)
+                    };
+                    fds.extend(all[at].iter().map(AsFd::as_fd));
+                    items = 0;
+                    message
                 }
                 Item::Remove(_) => {
-                    let name = |item: &Item| match item {
-                        Item::Remove(name) => Some(name.clone()),
+                    let key = |item: &Item| match item {
+                        Item::Remove(key) => Some(*key),
                         _ => None,
                     };
-                    let names: Vec<String> = self.queue.iter().take(MAX_TOGETHER).map_while(name).collect();
-                    let items = names.len();
-                    (Message::Remove(names), items)
+                    let keys: Vec<u64> = self.queue.iter().take(MAX_TOGETHER).map_while(key).collect();
+                    items = keys.len();
+                    Message::Remove(keys)
                 }
-                Item::Complete => (Message::Complete(true), 1),
-                Item::Sync(number) => (Message::Sync(*number), 1),
-                Item::Serving => (Message::Serving, 1),
-                Item::Stopping(held) => (Message::Stopping(held.clone()), 1),
+                Item::Complete => Message::Complete(true),
+                Item::Sync(number) => Message::Sync(*number),
+                Item::Serving => Message::Serving,
+                Item::Stopping(held) => Message::Stopping(held.clone()),
+                Item::Exit(held) => Message::Exit(held.clone()),
             };
-            if !matches!(&message, Message::Hold(names) if names.is_empty())
-                && let Err(error) = send(connection, &message, &fds)
-            {
+            if let Err(error) = send(connection, &message, &fds) {
                 return match error.raw_os_error() {
                     Some(nix::libc::EAGAIN) => Flushed::Full,
                     Some(nix::libc::ECONNRESET | nix::libc::ENOTCONN | nix::libc::EPIPE) => {
@@ -295,10 +314,14 @@ impl Store {
                 };
             }
             self.in_flight += fds.len();
+            if let Some(sending) = &mut self.sending
+                && sending.sent(&message, fds.len())
+            {
+                (self.sending, items) = (None, 1);
+            }
             self.queue.drain(..items);
             self.sent += items as u64;
         }
-        Flushed::All
     }
 
     /// Reads the keeper's messages. Drops the connection if the keeper is gone.
@@ -313,7 +336,9 @@ impl Store {
                 Ok(Arrival::Message(Message::Welcome { allowed, .. }, _)) => {
                     (self.greeted, self.allowed) = (true, usize::try_from(allowed).unwrap_or(usize::MAX));
                 }
-                Ok(Arrival::Message(Message::Stopping(_), _)) => self.keeper_stops = true,
+                Ok(Arrival::Message(Message::Stopping(successor), _)) => {
+                    (self.keeper_stops, self.needs_successor) = (true, successor.is_empty());
+                }
                 Ok(Arrival::Message(Message::Refused(why), _)) => {
                     tracing::error!(why, "the keeper refuses this server");
                     self.disconnect();
@@ -347,7 +372,7 @@ impl Store {
     /// Drops the connection. Nothing counts as held until another keeper has everything.
     pub(in crate::broker) fn disconnect(&mut self) {
         self.keeper_crashed |= self.greeted && !self.keeper_stops;
-        (self.connection, self.greeted) = (None, false);
+        (self.connection, self.greeted, self.sending) = (None, false, None);
         self.queue.clear();
     }
 }

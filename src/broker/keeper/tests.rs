@@ -1,28 +1,55 @@
 use std::{
     fs::File,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::Path,
 };
 
 use super::{
-    image::Image,
+    entries::Entries,
     link::take_over,
-    message::{Arrival, Message, receive, send},
+    message::{Arrival, Message, Piece, receive, send},
     peer::pair,
     *,
 };
-use crate::{broker::catalogue::SegmentId, channel::Cancel, error::RefusalCode};
+use crate::{channel::Cancel, error::RefusalCode};
+
+/// Entries with the manifest `m` and one descriptor each, except a long entry 7 with 1000 descriptors and a missing entry 9.
+struct Sources {
+    one: Vec<OwnedFd>,
+    many: Vec<OwnedFd>,
+}
+
+const LONG: u64 = 7;
+const MISSING: u64 = 9;
+
+impl Source for Sources {
+    fn manifest(&self, key: u64) -> Option<(Vec<u8>, usize)> {
+        let manifest = if key == LONG { vec![b'm'; 40_000] } else { b"m".to_vec() };
+        self.descriptors(key).map(|fds| (manifest, fds.len()))
+    }
+
+    fn descriptors(&self, key: u64) -> Option<&[OwnedFd]> {
+        match key {
+            LONG => Some(&self.many),
+            MISSING => None,
+            _ => Some(&self.one),
+        }
+    }
+}
 
 /// A store, and the keeper's end of its connection.
 struct Ends {
     store: Store,
     keeper: OwnedFd,
-    file: File,
+    sources: Sources,
 }
 
 impl Ends {
     fn new(allowed: usize) -> Self {
         let (ours, keeper) = pair().unwrap();
-        Self { store: Store::over(Some(ours), allowed), keeper, file: File::open("/dev/null").unwrap() }
+        let file = || OwnedFd::from(File::open("/dev/null").unwrap());
+        let many = (0..1000).map(|_| file()).collect();
+        Self { store: Store::over(Some(ours), allowed), keeper, sources: Sources { one: vec![file()], many } }
     }
 
     fn replace_keeper(&mut self, keeper: OwnedFd) {
@@ -32,14 +59,14 @@ impl Ends {
     }
 
     fn flush(&mut self) -> Flushed {
-        self.store.flush(|_| Some(self.file.as_fd()))
+        self.store.flush(&self.sources)
     }
 
     fn next(&self) -> Option<Message> {
         match receive(&self.keeper).unwrap() {
             Arrival::Message(message, fds) => {
-                if let Message::Hold(names) = &message {
-                    assert_eq!(names.len(), fds.len());
+                if let Message::Entry(piece) = &message {
+                    assert_eq!(usize::from(piece.descriptors), fds.len());
                 }
                 Some(message)
             }
@@ -57,29 +84,22 @@ impl Ends {
     }
 }
 
-fn id(index: usize) -> SegmentId {
-    SegmentId::at(index).unwrap()
+fn entry(key: u64) -> Message {
+    let manifest = b"m".to_vec();
+    Message::Entry(Piece { key, is_first: true, is_last: true, is_update: false, descriptors: 1, manifest })
 }
 
-fn hold(names: &[&str]) -> Message {
-    Message::Hold(names.iter().map(|name| (*name).to_owned()).collect())
-}
-
-fn remove(names: &[&str]) -> Message {
-    Message::Remove(names.iter().map(|name| (*name).to_owned()).collect())
-}
-
-/// Server and keeper may come from different builds: changing these bytes, or `PROOF`, requires another `VERSION`.
+/// Server and keeper may come from different builds: changing these bytes requires another `VERSION`.
 #[test]
 fn messages_round_trip() {
     let (ours, theirs) = pair().unwrap();
     let file = File::open("/dev/null").unwrap();
-    let messages: [(Message, &[u8]); 13] = [
+    let messages: [(Message, &[u8]); 15] = [
         (Message::Hello { version: 7, resends: true }, b"H\x07\0\0\0\x01"),
         (Message::Welcome { version: 8, allowed: 1 << 40 }, b"W\x08\0\0\0\0\0\0\0\0\x01\0\0"),
         (Message::Refused("why".to_owned()), b"Xwhy"),
-        (hold(&["1z", ".CAT0"]), b"K\x021z\x05.CAT0"),
-        (remove(&["a"]), b"R\x01a"),
+        (entry(258), b"K\x02\x01\0\0\0\0\0\0\x03\x01m"),
+        (Message::Remove(vec![258]), b"R\x02\x01\0\0\0\0\0\0"),
         (Message::Complete(true), b"C\x01"),
         (Message::Complete(false), b"C\0"),
         (Message::Received(9), b"A\x09\0\0\0\0\0\0\0"),
@@ -87,11 +107,13 @@ fn messages_round_trip() {
         (Message::Synced(11), b"Z\x0b\0\0\0\0\0\0\0"),
         (Message::Serving, b"S"),
         (Message::Stopping("2 objects".to_owned()), b"E2 objects"),
-        (Message::Reload, b"L"),
+        (Message::Exit("2 objects".to_owned()), b"Q2 objects"),
+        (Message::Succeed { version: 7 }, b"U\x07\0\0\0"),
+        (Message::Listener, b"I"),
     ];
     for (message, bytes) in messages {
         let fds: Vec<BorrowedFd<'_>> = match &message {
-            Message::Hold(names) => names.iter().map(|_| file.as_fd()).collect(),
+            Message::Entry(_) | Message::Listener => vec![file.as_fd()],
             _ => Vec::new(),
         };
         send(&ours, &message, &fds).unwrap();
@@ -111,83 +133,94 @@ fn messages_round_trip() {
 #[test]
 fn malformed_records_are_errors() {
     let (ours, theirs) = pair().unwrap();
-    let long = [&[b'K', 33][..], &[b'a'; 33]].concat();
-    for record in [&b"?"[..], b"H", b"K\x05ab", b"R\x00", b"R\x01:", b"K\x01a", b"Y1", &long] {
+    for record in [&b"?"[..], b"H", b"K\x05ab", b"R\x00", b"K\x02\x01\0\0\0\0\0\0\x03\x01m", b"Y1"] {
         rustix::net::send(&ours, record, rustix::net::SendFlags::empty()).unwrap();
         assert_eq!(receive(&theirs).unwrap_err().kind(), std::io::ErrorKind::InvalidData, "{record:?}");
     }
 }
 
 #[test]
-fn descriptors_are_sent_in_windows() {
+fn long_entries_are_sent_in_windows() {
     let mut ends = Ends::new(10_000);
-    (0..2000).for_each(|index| ends.store.hold(id(index)));
+    ends.store.send(LONG, 1000);
+    ends.store.send(8, 1);
     let mark = ends.store.mark();
-    let mut names = Vec::new();
-    let mut records = 0;
-    let mut full = 0;
-    while ends.flush() == Flushed::Full {
-        assert!(!ends.store.holds(mark));
-        full += 1;
-        let came: Vec<String> = ends
-            .all()
-            .into_iter()
-            .flat_map(|message| match message {
-                Message::Hold(names) => names,
+    let mut keeper = Entries::default();
+    let mut windows = 0;
+    loop {
+        let flushed = ends.flush();
+        let mut read = 0;
+        while let Ok(Arrival::Message(message, fds)) = receive(&ends.keeper) {
+            read += fds.len();
+            match message {
+                Message::Entry(piece) => drop(keeper.take(piece, fds).unwrap()),
+                Message::Sync(number) => ends.answer(&Message::Synced(number)),
                 other => panic!("{other:?}"),
-            })
-            .collect();
+            }
+        }
+        if flushed == Flushed::All {
+            break;
+        }
         // No acknowledgement: nothing more is sent.
-        assert!(came.len() <= WINDOW && ends.flush() == Flushed::Full && ends.next().is_none());
-        ends.answer(&Message::Received(came.len() as u64));
-        names.extend(came);
-        records += 1;
+        assert!(read <= WINDOW && ends.flush() == Flushed::Full && ends.next().is_none());
+        assert!(!ends.store.is_confirmed(mark));
+        ends.answer(&Message::Received(read as u64));
+        windows += 1;
     }
-    names.extend(ends.all().into_iter().flat_map(|message| match message {
-        Message::Hold(names) => names,
-        other => panic!("{other:?}"),
-    }));
-    assert!(ends.store.holds(mark) && full >= 3, "{full} windows");
-    assert!(records < 20, "{records}");
-    assert_eq!(names, (0..2000).map(|index| id(index).name()).collect::<Vec<_>>());
+    let held: Vec<_> = keeper.iter().map(|(key, entry)| (key, entry.manifest.len(), entry.fds.len())).collect();
+    assert_eq!(held, [(LONG, 40_000, 1000), (8, 1, 1)]);
+    assert!(windows == 1 && ends.store.is_confirmed(mark), "{windows} windows");
 }
 
 #[test]
-fn order_is_kept_without_dropped_segments() {
+fn entry_counts_when_it_is_whole() {
+    let piece = |key, is_first, is_last, is_update, text: &str| {
+        let manifest = text.as_bytes().to_vec();
+        Piece { key, is_first, is_last, is_update, descriptors: 0, manifest }
+    };
+    let mut entries = Entries::default();
+    let manifests = |entries: &Entries| -> Vec<(u64, String)> {
+        entries.iter().map(|(key, entry)| (key, String::from_utf8(entry.manifest.clone()).unwrap())).collect()
+    };
+    entries.take(piece(1, true, true, false, "old"), Vec::new()).unwrap();
+    entries.take(piece(1, true, false, false, "n"), Vec::new()).unwrap();
+    assert_eq!(manifests(&entries), [(1, "old".to_owned())]);
+    // Another entry begins: the rest of the first one will not follow.
+    entries.take(piece(2, true, true, false, "two"), Vec::new()).unwrap();
+    assert!(entries.take(piece(1, false, true, false, "ew"), Vec::new()).is_err());
+    entries.take(piece(1, true, true, true, "new"), Vec::new()).unwrap();
+    assert_eq!(manifests(&entries), [(1, "new".to_owned()), (2, "two".to_owned())]);
+    assert!(entries.take(piece(3, true, true, true, "no such entry"), Vec::new()).is_err());
+}
+
+#[test]
+fn missing_entries_are_not_sent() {
     let mut ends = Ends::new(100);
-    ends.store.hold(id(1));
-    ends.flush();
-    ends.store.hold(id(2));
-    ends.store.hold(id(3));
-    [1, 2].into_iter().for_each(|index| ends.store.remove(Name::Segment(id(index))));
-    // The number is reused at once.
-    ends.store.hold(id(2));
-    let mark = ends.store.mark();
-    let file = File::open("/dev/null").unwrap();
-    // Another segment now has the number 2, and none has 3.
-    assert_eq!(ends.store.flush(|of| (of != id(3)).then(|| file.as_fd())), Flushed::All);
-    assert_eq!(ends.all(), [hold(&["1"]), hold(&["2"]), remove(&["1", "2"]), hold(&["2"])]);
-    assert!(ends.store.holds(mark));
+    [1, MISSING, 2].into_iter().for_each(|key| ends.store.send(key, 1));
+    ends.store.remove(1, 1);
+    ends.store.remove(2, 1);
+    assert_eq!(ends.flush(), Flushed::All);
+    assert_eq!(ends.all(), [entry(1), entry(2), Message::Remove(vec![1, 2]), Message::Sync(6)]);
 }
 
 #[test]
 fn only_a_synced_mark_is_confirmed() {
     let mut ends = Ends::new(100);
-    ends.store.hold(id(1));
-    let mark = ends.store.sync();
+    ends.store.send(1, 1);
+    let mark = ends.store.mark();
     assert_eq!(ends.flush(), Flushed::All);
-    assert!(ends.store.holds(mark) && !ends.store.is_confirmed(mark));
+    assert!(!ends.store.is_confirmed(mark));
     let Some(Message::Sync(number)) = ends.all().pop() else { panic!("no sync") };
     ends.answer(&Message::Synced(number));
     assert!(ends.store.is_confirmed(mark));
-    let later = ends.store.sync();
-    assert!(!ends.store.is_confirmed(later));
+    ends.store.send(2, 1);
+    assert!(!ends.store.is_confirmed(ends.store.mark()));
 }
 
 #[test]
 fn descriptors_beyond_the_limit_are_refused() {
     let mut ends = Ends::new(10);
-    (0..8).for_each(|index| ends.store.hold(id(index)));
+    (1..5).for_each(|key| ends.store.send(key, 2));
     assert!(ends.store.require_room(2).is_ok());
     let refusal = ends.store.require_room(3).unwrap_err();
     assert_eq!(refusal.code, RefusalCode::Full);
@@ -198,29 +231,28 @@ fn descriptors_beyond_the_limit_are_refused() {
 }
 
 #[test]
-fn next_keeper_counts_after_its_welcome() {
+fn next_keeper_confirms_everything_anew() {
     let mut ends = Ends::new(100);
-    ends.store.hold(id(1));
+    ends.store.send(1, 1);
     ends.flush();
     let (ours, keeper) = pair().unwrap();
     ends.replace_keeper(keeper);
     ends.store.read();
-    // Without a connection nothing counts as held.
+    // Without a connection nothing is confirmed.
     assert_eq!(ends.flush(), Flushed::Gone);
-    ends.store.hold(id(2));
-    assert!(!ends.store.holds(ends.store.mark()));
+    ends.store.send(2, 1);
+    let mark = ends.store.mark();
     ends.store.start_over(ours).unwrap();
     assert_eq!(ends.store.room().0, 0);
-    [1, 2].into_iter().for_each(|index| ends.store.hold(id(index)));
+    [1, 2].into_iter().for_each(|key| ends.store.send(key, 1));
     ends.store.complete();
-    let mark = ends.store.mark();
     assert_eq!(ends.flush(), Flushed::All);
     let hello = Message::Hello { version: VERSION, resends: true };
-    assert_eq!(ends.all(), [hello, hold(&["1", "2"]), Message::Complete(true)]);
-    // The keeper may still refuse this server.
-    assert!(!ends.store.holds(mark) && ends.store.unsent().is_none());
+    assert_eq!(ends.all(), [hello, entry(1), entry(2), Message::Complete(true), Message::Sync(7)]);
+    assert!(!ends.store.is_confirmed(mark));
     ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
-    assert!(ends.store.holds(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
+    ends.answer(&Message::Synced(7));
+    assert!(ends.store.is_confirmed(mark));
     assert_eq!(ends.store.room(), (2, 7));
 }
 
@@ -230,12 +262,12 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     let part_of_a_handover = |keeper: &std::process::Child| {
         let (ours, theirs) = pair().unwrap();
         let file = File::open("/dev/null").unwrap();
-        send(&theirs, &hold(&[".CAT0"]), &[file.as_fd()]).unwrap();
+        send(&theirs, &entry(0), &[file.as_fd()]).unwrap();
         nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
         take_over(
             ours,
             Process::of(keeper.id().cast_signed()),
-            Link::Pair(Image::of_this_process().unwrap()),
+            Link::to(Path::new("/no/such/keeper.sock")),
             &Cancel::new().unwrap(),
         )
     };
@@ -244,7 +276,7 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     keeper.kill().unwrap();
     let dead = part_of_a_handover(&keeper);
     keeper.wait().unwrap();
-    assert!(alive.unwrap_err().to_string().starts_with("it aborted the handover"));
+    assert!(alive.unwrap_err().in_full().contains("it aborted the handover"));
     assert!(!dead.unwrap().whole);
 }
 
@@ -254,40 +286,19 @@ fn refusal_keeps_nothing() {
     let (ours, keeper) = pair().unwrap();
     ends.replace_keeper(keeper);
     ends.store.start_over(ours).unwrap();
-    ends.store.hold(id(1));
+    ends.store.send(1, 1);
     let mark = ends.store.mark();
     ends.answer(&Message::Refused("another server".to_owned()));
-    assert!(!ends.store.holds(mark));
+    assert!(!ends.store.is_confirmed(mark));
     assert_eq!(ends.flush(), Flushed::Gone);
 }
 
 #[test]
-fn everything_counts_as_held_without_keeper() {
+fn everything_is_confirmed_without_keeper() {
+    let sources = Ends::new(1).sources;
     let mut store = Store::none();
-    store.hold(id(1));
-    store.keep_own(Name::Socket, File::open("/dev/null").unwrap().into());
-    store.remove(Name::Segment(id(1)));
-    assert!(store.holds(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
-    assert_eq!(store.flush(|_| unreachable!("no descriptor is asked for")), Flushed::All);
-}
-
-#[test]
-fn names_are_parsed_as_written() {
-    let names = [Name::Catalogue(false), Name::Catalogue(true), Name::Device(255), Name::Socket, Name::Segment(id(71))];
-    let texts: Vec<String> = names.iter().map(ToString::to_string).collect();
-    for (name, text) in names.iter().zip(&texts) {
-        assert_eq!(Name::parse(text), Some(*name), "{text}");
-    }
-    // The keeper hands over in this order.
-    assert!(texts.is_sorted() && texts[0].as_str() < "0", "{texts:?}");
-    for text in ["", "CAT0", ".CAT2", ".DEV256", ".DEV", "A", "stored", "zzzzz"] {
-        assert_eq!(Name::parse(text), None, "{text}");
-    }
-    let mut inherited = Inherited::default();
-    for text in texts.iter().map(String::as_str).chain(["stored"]) {
-        inherited.add(text.to_owned(), File::open("/dev/null").unwrap().into());
-    }
-    assert!(inherited.socket.is_some() && inherited.catalogues.iter().all(Option::is_some));
-    assert!(inherited.segments.contains_key(&id(71)) && inherited.devices.contains_key(&255));
-    assert_eq!(inherited.others, ["stored"]);
+    store.send(1, 1);
+    store.remove(1, 1);
+    assert!(store.is_confirmed(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
+    assert_eq!(store.flush(&sources), Flushed::All);
 }

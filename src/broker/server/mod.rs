@@ -15,7 +15,8 @@ mod state;
 mod verbs;
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
+    ffi::OsString,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::FileTypeExt,
@@ -38,14 +39,16 @@ use self::{
     },
     limits::TimeLimits,
     state::{
-        history::History,
-        objects::{self, Counts, Objects, Total},
+        objects::{Counts, Objects, Total},
         quota::Rules,
         root::State,
         time::Time,
     },
 };
-use super::keeper::{Inherited, KeeperPath, Name, Store, Takeover};
+use super::{
+    keeper::{KeeperPath, Link, Store, Takeover},
+    manifest::BROKER,
+};
 use crate::{
     channel::{Cancel, Listener, SocketName},
     error::{Error, Result, SocketError},
@@ -72,8 +75,10 @@ pub struct ServerConfig {
     pub hold_devices: bool,
     /// The keeper, which lets objects outlive this process. Without a keeper, the objects are dropped with the process.
     pub keeper: Option<KeeperPath>,
-    /// Set in a server that its keeper started. Cancelling it stops this server so that another takes over.
-    pub(crate) started_by_keeper: Option<Cancel>,
+    /// The arguments of a keeper that this server starts from its own program, and ends when it exits on request. Only for `vmmfd serve`.
+    pub(crate) own_keeper: Option<Vec<OsString>>,
+    /// Cancelling it stops this server so that another takes over from its keeper.
+    pub(crate) leave: Option<Cancel>,
     /// Accepts memfds as GPU memory, for the project's emulated driver in tests.
     pub(crate) emulated: bool,
     pub(crate) limits: TimeLimits,
@@ -88,7 +93,7 @@ impl Default for ServerConfig {
         let hold_devices = false;
         let emulated = false;
         let keeper = None;
-        let started_by_keeper = None;
+        let (own_keeper, leave) = (None, None);
         let limits = TimeLimits::default();
         Self {
             allow_uids,
@@ -98,7 +103,8 @@ impl Default for ServerConfig {
             timeout,
             hold_devices,
             keeper,
-            started_by_keeper,
+            own_keeper,
+            leave,
             emulated,
             limits,
         }
@@ -109,27 +115,27 @@ impl ServerConfig {
     fn is_open_to_others(&self) -> bool {
         !self.allow_uids.is_empty() || !self.allow_gids.is_empty()
     }
+}
 
-    /// Sets the mode of the socket's file: this user only, one group, or all users. The broker then checks each connection.
-    fn set_rights(&self, file: &SocketName<'_>) -> std::io::Result<()> {
-        let mode = match (&*self.allow_uids, &*self.allow_gids) {
-            ([], []) => 0o600,
-            ([], &[group]) => match file.set_rights(0o660, Some(group)) {
-                Err(error) if error.raw_os_error() == Some(nix::libc::EPERM) => {
-                    tracing::info!(
-                        group,
-                        "the socket is open to all users, but the broker still refuses disallowed users: this process is not a member of the group, \
-                        so it can't assign the socket to it"
-                    );
-                    0o666
-                }
-                set => return set,
-            },
-            // A file has one group.
-            _ => 0o666,
-        };
-        file.set_rights(mode, None)
-    }
+/// Sets the mode of the socket's file: this user only, one group, or all users. The broker then checks each connection.
+fn set_rights(file: &SocketName<'_>, allow_uids: &[u32], allow_gids: &[u32]) -> std::io::Result<()> {
+    let mode = match (allow_uids, allow_gids) {
+        ([], []) => 0o600,
+        ([], &[group]) => match file.set_rights(0o660, Some(group)) {
+            Err(error) if error.raw_os_error() == Some(nix::libc::EPERM) => {
+                tracing::info!(
+                    group,
+                    "the socket is open to all users, but the broker still refuses disallowed users: this process is not a member of the group, \
+                    so it can't assign the socket to it"
+                );
+                0o666
+            }
+            set => return set,
+        },
+        // A file has one group.
+        _ => 0o666,
+    };
+    file.set_rights(mode, None)
 }
 
 /// A broker's contents when it stopped.
@@ -184,15 +190,19 @@ const BACKLOG: i32 = 4096;
 struct Traces {
     /// Whether to reserve names for restores: the previous objects are lost, and other users may connect.
     reserves_names: bool,
-    pid: Option<u32>,
 }
 
 /// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost.
 fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel) -> Result<(Listener, Traces)> {
     let open_to_others = config.is_open_to_others();
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
-    let (listener, marked_by) =
-        Listener::bind_and_mark(path, |file| config.set_rights(file), true, config.timeout, cancel)?;
+    let (listener, marked_by) = Listener::bind_and_mark(
+        path,
+        |file| set_rights(file, &config.allow_uids, &config.allow_gids),
+        true,
+        config.timeout,
+        cancel,
+    )?;
     if let Some(pid) = marked_by.filter(|_| !takes_over) {
         tracing::warn!(
             pid,
@@ -203,8 +213,7 @@ fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel)
     }
     lengthen_queue(&listener)?;
     let lost = (left || marked_by.is_some()) && !takes_over;
-    let pid = marked_by.and_then(|pid| u32::try_from(pid).ok());
-    Ok((listener, Traces { reserves_names: lost && open_to_others, pid }))
+    Ok((listener, Traces { reserves_names: lost && open_to_others }))
 }
 
 fn duplication_failed(error: std::io::Error) -> Error {
@@ -228,7 +237,7 @@ fn listen_again(
         Ok(Some(Some(mut taken))) => {
             taken.renew_mark();
             // The options may have changed.
-            let set = taken.set_rights(|file| config.set_rights(file));
+            let set = taken.set_rights(|file| set_rights(file, &config.allow_uids, &config.allow_gids));
             let _ = set.inspect_err(|error| tracing::error!(error = error.in_full()));
             Ok((taken, None))
         }
@@ -246,7 +255,7 @@ fn listen_again(
             };
             tracing::error!(
                 error = error.in_full(),
-                "new clients can't connect, but objects are held: {remedy} and send SIGHUP"
+                "new clients can't connect, but objects are held: {remedy} and restart this server"
             );
             let mut listener = Listener::inherited(socket, path)?;
             listener.renew_mark();
@@ -262,114 +271,95 @@ fn lengthen_queue(listener: &Listener) -> Result<()> {
     rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))
 }
 
-/// Checks whether this build can use these catalogues.
-pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
-    let Some((_, records)) = objects::Journal::open(catalogues)? else { return Ok(()) };
-    records.into_iter().try_for_each(|record| record.map(drop)).map_err(objects::catalogue_error)
-}
-
 impl Server {
     /// Listens at a path. The socket's file gets mode 0600; 0660 and the group if a single group is allowed and this process is a member;
     /// else 0666 if other users or groups are allowed. Raises this process's open-file limit as far as allowed.
     ///
     /// With [`ServerConfig::keeper`], takes over the previous server's objects, and leaves the socket's file in place on exit. Blocks until
-    /// the keeper has handed over its descriptors and the catalogue is read; if the keeper does not answer, for at most 10 s.
+    /// the keeper has handed over its entries; if the keeper does not answer, for at most 10 s.
     ///
     /// # Errors
     /// [`Error::Socket`] if the path is already served or can't be used; a server that takes over a socket logs this error instead, because
-    /// clients hold objects. [`Error::System`] if the keeper can't be reached or started, refuses this server, or has the catalogue of a
-    /// newer build; [`Error::System`], [`Error::Interrupted`].
+    /// clients hold objects. [`Error::System`] if the keeper can't be reached or started, refuses this server, or has another version;
+    /// [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         // Inherited descriptors need room too.
         reactor::preallocate_descriptor_table(cancel.as_fd(), reactor::raise_limit());
-        let taken = match (&config.started_by_keeper, &config.keeper) {
-            (Some(_), _) => Takeover::of_parent(cancel)?,
-            (None, Some(keeper)) => Takeover::of(keeper, path, config.limits.keeper, cancel)?,
+        let link = match (&config.own_keeper, &config.keeper) {
+            (Some(arguments), _) => Link::own(arguments.clone(), path)?,
+            (None, Some(keeper)) => Link::of(keeper, path)?,
             (None, None) => return Self::bind_alone(path, config, cancel),
         };
-        let started = taken.keeper.clone_of_child();
+        let starts_keeper = link.starts_keeper();
+        let taken = Takeover::of(link, config.limits.keeper, cancel).map_err(|error| match starts_keeper {
+            // Its keeper refuses a second server; the path is the better explanation.
+            true => Listener::check_unserved(path).err().unwrap_or(error),
+            false => error,
+        })?;
+        let ender = taken.ender();
         Self::resume(path, config, taken, cancel).inspect_err(|_| {
-            if let Some(keeper) = started {
-                keeper.kill();
+            if let Some(ender) = ender {
+                ender.end();
             }
         })
     }
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, Traces { reserves_names, pid: before }) = listen(path, &config, false, cancel)?;
-        let path = listener.path().to_owned();
-        let mut store = Store::none();
-        let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
-        let mut objects = Objects::restore(
-            Time::now(),
-            Rules::new(config.quota, config.total_quota),
-            store,
-            [None, None],
-            HashMap::new(),
-        )?;
-        let mut history = History::default();
-        history.begin(before, objects.store_mut());
-        let keeper_link = KeeperLink::default().holding(devices);
-        Ok(Self {
-            reactor: build_reactor(listener, config, objects, history, reserves_names, keeper_link, cancel)?,
-            path,
-        })
+        let (listener, Traces { reserves_names, .. }) = listen(path, &config, false, cancel)?;
+        let objects =
+            Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), Store::none(), BTreeMap::new());
+        Self::with(listener, config, objects, reserves_names, KeeperLink::default(), cancel)
     }
 
     fn resume(path: &Path, config: ServerConfig, taken: Takeover, cancel: &Cancel) -> Result<Self> {
-        let Takeover { mut store, inherited, whole, link, keeper } = taken;
-        let Inherited { socket, history, catalogues, segments, devices, others } = inherited;
+        let Takeover { store, mut inherited, whole, link, keeper } = taken;
         // The keeper has the socket even if its file is gone.
-        let in_store = socket.is_some();
-        store.count(usize::from(in_store) + usize::from(history.is_some()));
-        let mut history = History::read(history);
+        let socket = inherited.get_mut(&BROKER).and_then(|own| own.fds.drain(..).next());
+        let takes_over = socket.is_some();
         let (listener, bound) = listen_again(socket, path, &config, cancel)?;
-        if bound.is_some() {
-            if in_store {
-                store.remove(Name::Socket);
-            }
-            store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(duplication_failed)?);
-        }
-        let Traces { reserves_names, pid: before } = bound.unwrap_or_default();
-        let reserves_names = reserves_names && catalogues.iter().all(Option::is_none);
-        others.into_iter().for_each(|name| store.remove_other(name));
-        let takes_over = catalogues.iter().any(Option::is_some);
-        let devices = devices::hold(&mut store, devices, config.hold_devices).or_else(|error| {
-            // A failing option must not withhold existing objects from clients.
-            if takes_over { Ok(Vec::new()) } else { Err(error) }.inspect(|_: &Vec<_>| {
-                tracing::error!("cannot hold the devices open");
-            })
-        })?;
+        let reserves_names = bound.is_some_and(|traces| traces.reserves_names) && !takes_over;
         match (whole, takes_over) {
             (true, _) => {}
             (false, true) => tracing::error!(
-                "server and keeper both died before the new keeper had everything: the lost versions are logged next"
+                "server and keeper both died before the new keeper had everything: only the objects that it had got are left"
             ),
-            (false, false) => tracing::error!(
-                "everything is lost: server and keeper both died before the new keeper had the catalogue"
-            ),
+            (false, false) => {
+                tracing::error!("everything is lost: server and keeper both died before the new keeper had anything")
+            }
         }
         lengthen_queue(&listener)?;
-        let mut objects =
-            Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), store, catalogues, segments)?;
-        let lost = objects.lost().clone();
-        match takes_over {
-            true => history.take_over(whole, &lost, objects.store_mut()),
-            false => history.begin(before.or((!whole).then_some(0)), objects.store_mut()),
-        }
+        let rules = Rules::new(config.quota, config.total_quota);
+        let objects = Objects::restore(Time::now(), rules, store, inherited);
+        let keeper_link = KeeperLink::new(link, keeper, config.leave.clone());
+        Self::with(listener, config, objects, reserves_names, keeper_link, cancel)
+    }
+
+    fn with(
+        listener: Listener,
+        config: ServerConfig,
+        mut objects: Objects,
+        reserves_names: bool,
+        keeper_link: KeeperLink,
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let devices = if config.hold_devices { devices::open() } else { Ok(Vec::new()) };
+        let devices = devices.or_else(|error| match objects.events().restarts() {
+            0 => Err(error),
+            // A failing option must not withhold existing objects from clients.
+            _ => {
+                tracing::error!(error = error.in_full(), "cannot hold the devices open");
+                Ok(Vec::new())
+            }
+        })?;
+        let socket = listener.as_fd().try_clone_to_owned().map_err(duplication_failed)?;
+        objects.hold_own(socket, devices);
         objects.store_mut().complete();
         objects.store_mut().serving();
         let path = listener.path().to_owned();
-        let keeper_link = KeeperLink::new(link, keeper, config.started_by_keeper.clone()).holding(devices);
-        Ok(Self {
-            reactor: build_reactor(listener, config, objects, history, reserves_names, keeper_link, cancel)?,
-            path,
-        })
-    }
-
-    /// Whether it took over from a previous server.
-    pub(crate) fn is_restarted(&self) -> bool {
-        self.reactor.is_restarted()
+        let mut state = State::new(objects, config.timeout, config.emulated);
+        state.changes.reserves_names = reserves_names;
+        let admission = Admission::new(listener, config.allow_uids, config.allow_gids);
+        Ok(Self { reactor: Reactor::new(state, admission, keeper_link, config.limits, cancel)?, path })
     }
 
     /// The path of its socket.
@@ -384,9 +374,9 @@ impl Server {
     /// [`Error::Misuse`] if a parent of this process created the `Cancel`; [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
         let result = self.reactor.run();
-        let is_unused = matches!(&result, Ok(total) if total.counts.versions == 0) && self.reactor.end_unused_keeper();
+        let ended_keeper = self.reactor.ended_keeper();
         drop_in_thread(self.reactor);
-        if is_unused {
+        if ended_keeper {
             let removed =
                 Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSE_TIMEOUT, &cancel));
             let _ = removed.inspect_err(|error| tracing::debug!(%error, "cannot remove the socket's file"));
@@ -394,22 +384,6 @@ impl Server {
         let Total { counts: Counts { objects, versions, leases }, bytes } = result?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }
-}
-
-fn build_reactor(
-    listener: Listener,
-    config: ServerConfig,
-    objects: Objects,
-    history: History,
-    reserves_names: bool,
-    keeper_link: KeeperLink,
-    cancel: &Cancel,
-) -> Result<Reactor> {
-    let mut state = State::new(objects, config.timeout, config.emulated);
-    state.history = history;
-    state.pending_versions.reserves_names = reserves_names;
-    let admission = Admission::new(listener, config.allow_uids, config.allow_gids);
-    Reactor::new(state, admission, keeper_link, config.limits, cancel)
 }
 
 /// Drops a reactor in a thread, because peers can block the close of descriptors that they sent. The process exits without waiting for

@@ -11,7 +11,13 @@ use super::{
 };
 use crate::{
     broker::server::{
-        state::{caller::ConnectionId, client::PendingRequest, drafts, objects::audit::Audit, root::State},
+        state::{
+            caller::ConnectionId,
+            client::PendingRequest,
+            drafts,
+            objects::audit::Audit,
+            root::{Change, State, UnconfirmedKind},
+        },
         verbs::effects::Work,
     },
     wire::broker::{Message, Token},
@@ -23,9 +29,7 @@ fn require(holds: bool, why: impl FnOnce() -> String) -> Result<(), String> {
 
 impl Server {
     fn audit(&self) -> Result<Audit, String> {
-        let pending = &self.state.pending_versions;
-        let unpublished = pending.queue.iter().chain(&pending.reserved).flat_map(|version| version.staged.held());
-        self.state.objects.audit(&unpublished.copied().collect::<Vec<_>>())
+        self.state.objects.audit()
     }
 }
 
@@ -34,20 +38,19 @@ impl World {
     pub(super) fn check(&mut self) -> Result<(), String> {
         self.oracle.take_violation()?;
         let Some(server) = &self.server else { return Ok(()) };
-        // The next server has a part of the changes.
-        if self.is_torn || !std::mem::take(&mut self.is_changed) {
+        if !std::mem::take(&mut self.is_changed) {
             return Ok(());
         }
         let audit = server.audit()?;
         let objects = &server.state.objects;
         let memory = audit.versions.iter().map(|(key, version)| {
             let of = |(part, segments): &(String, Vec<_>)| {
-                (part.clone(), segments.iter().map(|id| memory_of(objects.segment(*id))).collect())
+                (part.clone(), segments.iter().map(|fd| memory_of(objects.descriptor(*fd))).collect())
             };
             (*key, version.parts.iter().map(of).collect::<Memory>())
         });
         let memory = memory.collect::<BTreeMap<u64, Memory>>();
-        self.oracle.check_versions(&audit, &memory, server.keeper, objects.journal())?;
+        self.oracle.check_versions(&audit, &memory, server.keeper, objects.events())?;
         self.check_quotas(&audit)?;
         if self.is_dying {
             return Ok(());
@@ -62,7 +65,10 @@ impl World {
     fn check_holders(&self, audit: &Audit) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
         for (token, lease) in &audit.leases {
-            let Some(holder) = lease.holder.filter(|_| !lease.is_closing) else { continue };
+            if lease.is_closing {
+                continue;
+            }
+            let holder = lease.holder;
             let of = server.state.clients.get(&holder);
             require(of.is_some_and(|client| client.leases.contains(token)), || {
                 format!("a lease is counted for connection {}, which does not hold it", holder.0)
@@ -70,18 +76,18 @@ impl World {
             let user = of.map(|client| client.caller.uid);
             require(user == Some(lease.uid), || format!("uid {user:?} holds a lease of uid {}", lease.uid))?;
             let Some(pipe) = self.pipes.get(&holder).filter(|pipe| !pipe.closed_by_client) else { continue };
-            let known = self.clients[pipe.client].leases.contains(token) || pipe.carries(*token);
+            let known = self.clients[pipe.client].has_lease(*token) || pipe.carries(*token);
             require(known, || format!("client {} does not know a lease that is counted for it", pipe.client))?;
         }
         for (id, client) in &server.state.clients {
-            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == Some(*id));
+            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == *id);
             require(client.leases.iter().all(counted), || format!("connection {} holds a lease that is gone", id.0))?;
         }
         for client in self.clients.iter().filter(|client| client.is_ready) {
             let Some(id) = client.connection else { continue };
             let is_open = self.pipes.get(&id).is_some_and(|pipe| !pipe.closed_by_server);
-            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == Some(id));
-            require(!is_open || client.leases.iter().all(counted), || {
+            let counted = |token: &Token| audit.leases.get(token).is_some_and(|lease| lease.holder == id);
+            require(!is_open || client.leases.iter().map(|lease| &lease.token).all(counted), || {
                 format!("client {} holds a lease that is not counted for it", client.number)
             })?;
         }
@@ -91,7 +97,7 @@ impl World {
     /// A wait ends as soon as its condition holds, and has a deadline.
     fn check_waits(&self) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
-        let State { clients, objects, claims, drafts, pending_versions, .. } = &server.state;
+        let State { clients, objects, claims, drafts, changes, .. } = &server.state;
         let has_deadline = |id: &ConnectionId| server.deadlines.get(id).is_some_and(|at| *at > self.now.at);
         for (id, client) in clients {
             let lasts = match &client.request {
@@ -104,7 +110,15 @@ impl World {
                 PendingRequest::Parts(key) => drafts.contains_key(key) && has_deadline(id),
                 PendingRequest::Upload(_) => has_deadline(id),
                 PendingRequest::Confirmation => {
-                    pending_versions.queue.iter().chain(&pending_versions.reserved).any(|of| of.makers.contains(id))
+                    let of_change = |change: &Change| match change {
+                        Change::Put(put) => put.makers.contains(id),
+                        Change::Delete(of, _) => of == id,
+                    };
+                    changes.unconfirmed.iter().any(|change| match &change.kind {
+                        UnconfirmedKind::Put { makers, .. } => makers.contains(id),
+                        UnconfirmedKind::Request(of) => of == id,
+                    }) || changes.waiting.values().flatten().any(of_change)
+                        || changes.reserved.iter().any(|put| put.makers.contains(id))
                 }
                 PendingRequest::Worker { .. } => server.work.iter().any(|work: &Work| work.client == *id),
                 _ => true,
@@ -169,13 +183,12 @@ impl Pipe {
 
 // The end of a schedule.
 impl World {
-    /// Lets everything finish: all requests are answered, also by another server that has read a rewritten log. When all clients and names
+    /// Lets everything finish: all requests are answered, also by another server. When all clients and names
     /// are gone, nothing is left.
     pub(super) fn finish(&mut self) -> Result<(), String> {
         self.unblock_all();
         self.settle()?;
         self.check_keeper()?;
-        self.step(Step::Compact)?;
         self.rest();
         self.step(Step::KillServer)?;
         self.settle()?;
@@ -190,7 +203,7 @@ impl World {
             require(pending.request == Request::Watch && pending.steals.is_none(), || {
                 format!("client {client} gets no answer to {:?}", pending.request)
             })?;
-            let last = self.server.as_ref().map(|server| server.state.objects.journal().last_event());
+            let last = self.server.as_ref().map(|server| server.state.objects.events().last_event());
             require(self.clients[client].seen == last, || {
                 format!("client {client} has seen the events up to {:?} of {last:?}", self.clients[client].seen)
             })?;
@@ -210,14 +223,18 @@ impl World {
         self.check()
     }
 
-    /// The keeper holds the log and the segments of all versions, and nothing else.
+    /// The keeper holds the broker's entries, and nothing else.
     fn check_keeper(&self) -> Result<(), String> {
         let (Some(server), Some(keeper)) = (&self.server, &self.keeper) else { return Ok(()) };
         require(keeper.is_whole(), || "the keeper does not know that it has everything".to_owned())?;
-        let segments = keeper.names().filter(|name| !name.starts_with('.')).collect::<BTreeSet<_>>();
-        let held = server.state.objects.segment_names().collect::<BTreeSet<_>>();
-        require(segments == held.iter().map(String::as_str).collect(), || {
-            format!("the keeper holds the segments {segments:?} of {held:?}")
+        let text =
+            |(key, manifest, fds): (u64, &[u8], usize)| (key, String::from_utf8_lossy(manifest).into_owned(), fds);
+        let held = keeper.entries().map(text).collect::<BTreeSet<_>>();
+        let entries = server.state.objects.entries().collect::<Vec<_>>();
+        let wanted = entries.iter().map(|(key, manifest, fds)| text((*key, manifest, *fds))).collect::<BTreeSet<_>>();
+        require(held == wanted, || {
+            let (more, less) = (held.difference(&wanted), wanted.difference(&held));
+            format!("the keeper also holds {:?} and lacks {:?}", more.collect::<Vec<_>>(), less.collect::<Vec<_>>())
         })
     }
 
@@ -238,12 +255,12 @@ impl World {
             "drafts or claims are left without clients".to_owned()
         })?;
         for name in audit.makers.keys() {
-            server.state.objects.remove(name, "the end").map_err(|error| error.message)?;
+            server.state.objects.remove_unasked(name, "the end");
         }
         self.rest();
         let Some(server) = &mut self.server else { return Ok(()) };
-        let left = server.state.objects.segment_names().collect::<Vec<_>>();
-        require(left.is_empty(), || format!("the segments {left:?} are left without versions"))?;
+        let left = server.state.objects.counts().versions;
+        require(left == 0, || format!("{left} versions are left without names"))?;
         require(server.state.objects.users().totals(None, 1 << 16).is_empty(), || "a user is left".to_owned())?;
         for _ in 0..8 {
             self.keeper_reads();

@@ -10,8 +10,8 @@ use crate::{
     wire::{
         Hello, Segments, VERSION,
         broker::{
-            BROKER, ClaimHeader, Delete, GetHeader, GetObject, Lifetime, List, Message, PutHeader, Resume, Table,
-            Token, WatchHeader,
+            BROKER, ClaimHeader, Delete, GetHeader, GetObject, Lifetime, List, Message, PutHeader, Resume,
+            ResumedLease, Table, Token, WatchHeader,
         },
     },
 };
@@ -83,7 +83,7 @@ pub(super) struct Client {
     pub(super) pending: Option<Pending>,
     /// The last answered request.
     pub(super) last: Option<Pending>,
-    pub(super) leases: Vec<Token>,
+    pub(super) leases: Vec<ResumedLease>,
     pub(super) claim: Option<Token>,
     /// The last put of each name that may end with its maker.
     pub(super) puts: BTreeMap<usize, Token>,
@@ -106,6 +106,10 @@ pub(super) fn part_of(client: usize, kind: Kind) -> &'static str {
 }
 
 impl Client {
+    pub(super) fn has_lease(&self, token: Token) -> bool {
+        self.leases.iter().any(|lease| lease.token == token)
+    }
+
     pub(super) fn resume(&self) -> Resume {
         Resume { leases: self.leases.clone(), puts: self.puts.values().copied().collect() }
     }
@@ -113,7 +117,9 @@ impl Client {
     /// The message of the pending request, with its descriptors.
     pub(super) fn message(&self, pending: &Pending) -> (Message, Vec<OwnedFd>) {
         if let Some(token) = pending.steals {
-            return (Message::Resume(Resume { leases: vec![token], puts: Vec::new() }), Vec::new());
+            // The thief does not know the version.
+            let leases = vec![ResumedLease { token, id: String::new(), size: 0 }];
+            return (Message::Resume(Resume { leases, puts: Vec::new() }), Vec::new());
         }
         let get = |name: usize, wait: u64, newer_than: Option<u64>, claim: Option<ClaimHeader>| {
             let object = GetObject { name: NAMES[name].to_owned(), newer_than, ..GetObject::default() };

@@ -3,7 +3,7 @@
 /// Defines the flaws and their list.
 macro_rules! flaws {
     ($($(#[$doc:meta])* $flaw:ident,)*) => {
-        /// A defect of the event loop, the keeper, the log's memory or a client.
+        /// A defect of the event loop, the keeper or a client.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) enum Flaw {
             $($(#[$doc])* $flaw,)*
@@ -42,28 +42,26 @@ flaws! {
     KeeperWakeUpsLost,
     /// The event loop does not send new events to watchers.
     WatchWakeUpsLost,
-    /// A new keeper gets the catalogue only.
-    SegmentsNotResent,
+    /// A new keeper gets nothing.
+    EntriesNotResent,
     /// A new keeper does not get the message that its set is complete.
     CompleteNotSent,
-    /// Puts that wait while the keeper is replaced are published before the new keeper has them.
-    MarksNotMoved,
-    /// The keeper drops the unread messages of a killed server.
-    UnreadDropped,
-    /// The keeper does not remove descriptors.
-    RemovalsIgnored,
-    /// The keeper handles two messages in the wrong order.
-    KeeperMessagesSwapped,
-    /// The keeper loses some descriptors.
-    HoldsLost,
-    /// The log loses its last record with the server.
-    LastRecordLost,
-    /// The log has its last record twice.
-    LastRecordRepeated,
-    /// A bit of the log's last record changes.
-    LastRecordDamaged,
-    /// A new server does not get the newer of two logs.
-    OldLog,
+    /// The keeper does not replace the entries of versions that are gone.
+    ReplacementsIgnored,
+    /// The keeper does not change manifests.
+    UpdatesIgnored,
+    /// The keeper loses entries of versions.
+    EntriesLost,
+    /// The keeper holds the descriptors of an entry in the wrong order.
+    DescriptorsSwapped,
+    /// The keeper confirms more than it has read.
+    ConfirmedUnread,
+    /// A bit of the last manifest changes.
+    ManifestDamaged,
+    /// The keeper forgets completed puts and deletes.
+    RequestsForgotten,
+    /// The keeper holds the last entry a second time, under another key.
+    EntryRepeated,
     /// A new server ends all leases at once.
     NoGrace,
     /// A new server never ends leases that no client resumes.
@@ -74,6 +72,4 @@ flaws! {
     RequestsRenumbered,
     /// A client resumes nothing.
     LeasesNotResumed,
-    /// A descriptor of a dropped version is released once too often.
-    ReleasedTwice,
 }

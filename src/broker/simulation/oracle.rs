@@ -1,4 +1,6 @@
-//! The promises of the broker so far, and the checks of each state against them.
+//! The promises of the broker so far, and the checks of each answer against them; `states` has the checks of each state.
+
+mod states;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -13,14 +15,12 @@ use super::{
 use crate::{
     broker::server::state::{
         caller::ConnectionId,
-        objects::{
-            Journal,
-            audit::{Audit, AuditedLease, AuditedVersion},
-        },
+        objects::audit::{Audit, AuditedLease, AuditedVersion},
         root::State,
     },
+    driver::GRANULARITY,
     error::RefusalCode,
-    wire::broker::{EventKind, Lifetime, Message, Token},
+    wire::broker::{Message, ResumedLease, Token},
 };
 
 /// The memory of each part.
@@ -49,6 +49,9 @@ struct RequestedDelete {
     name: &'static str,
     uid: u32,
     is_executed: bool,
+    is_answered: bool,
+    /// The versions whose name it has deleted.
+    versions: Vec<String>,
 }
 
 /// A server's start.
@@ -58,8 +61,6 @@ struct Restart {
     /// Whether the previous server had this keeper, and whether it has everything.
     same_keeper: bool,
     whole: bool,
-    /// Whether the previous server was killed in a call, of which it had written a part.
-    torn: bool,
 }
 
 #[derive(Debug, Default)]
@@ -84,8 +85,11 @@ pub(super) struct Oracle {
     pub(super) keeper_of_dead: Option<u64>,
     /// Whether this server no longer waits for clients of the previous server.
     pub(super) grace_is_over: bool,
-    // Causes and answers of this step.
+    /// Versions whose name an answered request has deleted.
+    deleted: BTreeSet<String>,
+    /// Deletes that were delivered and not executed.
     deleting: Vec<Token>,
+    // Causes and answers of this step.
     released: Vec<Token>,
     pub(super) expired: Vec<String>,
     restart: Option<Restart>,
@@ -119,7 +123,9 @@ impl Oracle {
                 self.puts.insert(pending.token, put);
             }
             Request::Delete { name } => {
-                let delete = RequestedDelete { name: NAMES[name], uid: client.uid, is_executed: false };
+                let (name, uid) = (NAMES[name], client.uid);
+                let delete =
+                    RequestedDelete { name, uid, is_executed: false, is_answered: false, versions: Vec::new() };
                 self.deletes.insert(pending.token, delete);
             }
             _ => {}
@@ -141,13 +147,13 @@ impl Oracle {
         }
     }
 
-    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, torn: bool, is_new: bool) {
-        // A new keeper that has not received the log yet knows no more than the next keeper.
+    pub(super) fn server_started(&mut self, keeper: u64, whole: bool, is_new: bool) {
+        // A new keeper that has not received the broker's own entry knows no more than the next keeper.
         let has_published = self.versions.values().any(|known| known.keeper == keeper);
-        let has_log = whole || has_published || !is_new;
-        let same_keeper = self.keeper_of_dead == Some(keeper) && has_log;
+        let has_state = whole || has_published || !is_new;
+        let same_keeper = self.keeper_of_dead == Some(keeper) && has_state;
         self.grace_is_over = false;
-        self.restart = Some(Restart { keeper, same_keeper, whole, torn });
+        self.restart = Some(Restart { keeper, same_keeper, whole });
     }
 }
 
@@ -163,6 +169,11 @@ impl Oracle {
             let is_own = |token: &&Token| state.objects.user_of_lease(**token) == Some(client.uid);
             if resumed.lost.iter().filter(is_own).any(|token| !is_sending(token)) {
                 self.fail(format!("client {} can't resume a lease that is counted", client.number));
+            }
+            let is_awaited =
+                |lease: &&ResumedLease| resumed.lost.contains(&lease.token) && state.objects.awaits(&lease.id);
+            if client.leases.iter().any(|lease| is_awaited(&lease)) && !is_near_quota(state) {
+                self.fail(format!("client {} can't resume a lease after the restart", client.number));
             }
         }
         let Some(pending) = client.pending.as_ref().filter(|_| client.is_ready) else { return };
@@ -190,7 +201,20 @@ impl Oracle {
                     }
                     put.executed.as_ref() == Some(&published.id)
                 }
-                Message::Done(_) => self.deletes.get(&pending.token).is_some_and(|delete| delete.is_executed),
+                Message::Refused(_) => {
+                    self.deleting.retain(|token| *token != pending.token);
+                    true
+                }
+                Message::Done(_) => {
+                    self.attribute_delete(pending.token);
+                    let delete = self.deletes.get_mut(&pending.token);
+                    let delete = delete.map(|delete| {
+                        delete.is_answered = true;
+                        &*delete
+                    });
+                    self.deleted.extend(delete.into_iter().flat_map(|delete| delete.versions.iter().cloned()));
+                    delete.is_some_and(|delete| delete.is_executed)
+                }
                 _ => true,
             };
             if !is_done {
@@ -198,6 +222,30 @@ impl Oracle {
             }
         }
         Ok(())
+    }
+
+    /// An answered delete was executed, if its user's other delete of the name, which is not answered, seems to be.
+    fn attribute_delete(&mut self, token: Token) {
+        let Some(delete) = self.deletes.get(&token).filter(|delete| !delete.is_executed) else { return };
+        let (name, uid) = (delete.name, delete.uid);
+        let is_same = |other: &&mut RequestedDelete| {
+            (other.name, other.uid, other.is_executed, other.is_answered) == (name, uid, true, false)
+        };
+        let Some(other) = self.deletes.values_mut().find(is_same) else { return };
+        other.is_executed = false;
+        let versions = std::mem::take(&mut other.versions);
+        if let Some(delete) = self.deletes.get_mut(&token) {
+            (delete.is_executed, delete.versions) = (true, versions);
+        }
+    }
+
+    /// The server died before the keeper had a delete of this version.
+    fn undo_delete(&mut self, id: &String) {
+        let deletes = self.deletes.values_mut().filter(|delete| !delete.is_answered && delete.versions.contains(id));
+        deletes.for_each(|delete| {
+            delete.is_executed = false;
+            delete.versions.clear();
+        });
     }
 
     /// A client reads an answer.
@@ -211,7 +259,7 @@ impl Oracle {
         let steals = client.pending.as_ref().and_then(|pending| pending.steals);
         if let Message::Resumed(resumed) = &message {
             if !client.is_ready {
-                client.leases.retain(|token| !resumed.lost.contains(token));
+                client.leases.retain(|lease| !resumed.lost.contains(&lease.token));
                 if client.instance != resumed.instance {
                     client.seen = None;
                 }
@@ -249,19 +297,21 @@ impl Oracle {
                         "memory {have:?} for version {number} of `{known}`, which has memory {want:?}"
                     ));
                 }
-                if client.leases.contains(&lease.token) {
+                if client.has_lease(lease.token) {
                     return Err("the same lease twice".to_owned());
                 }
-                client.leases.push(lease.token);
+                client.leases.push(ResumedLease { token: lease.token, id: lease.id.clone(), size: GRANULARITY });
             }
             (Message::Claimed(claimed), Request::Claim { .. }) => client.claim = Some(claimed.token),
             (Message::Done(_), Request::Delete { .. }) | (Message::Objects(_), Request::List) => {}
             (Message::Refused(_), _) => {}
             (Message::Events(events), Request::Watch) => {
                 let seen = events.events.iter().map(|event| event.seq).collect::<Vec<_>>();
-                // The first record of a watch starts at its request.
-                let first = client.seen.map_or(events.next + 1 - seen.len() as u64, |seen| seen + 1);
-                if events.lost || seen != (first..=events.next).collect::<Vec<_>>() {
+                // The first record of a watch starts at its request. A restarted server does not have the events before it.
+                let is_new = client.seen.is_none_or(|seen| seen >> 32 != events.next >> 32);
+                let first =
+                    client.seen.filter(|_| !is_new).map_or(events.next + 1 - seen.len() as u64, |seen| seen + 1);
+                if events.lost && !is_new || seen != (first..=events.next).collect::<Vec<_>>() {
                     return Err(format!("the events {seen:?} of {first} to {}", events.next));
                 }
                 client.seen = Some(events.next);
@@ -290,6 +340,13 @@ pub(super) fn usage<'a>(
     usage
 }
 
+/// Whether newer versions have replaced a version.
+fn is_replaced(version: &AuditedVersion, audit: &Audit) -> bool {
+    let newer = audit.versions.values().filter(|other| other.name == version.name && other.named);
+    let newer = newer.filter(|other| other.number > version.number).collect::<Vec<_>>();
+    newer.first().is_some_and(|other| newer.len() > other.keep as usize)
+}
+
 /// Whether a user may have too little room for a request.
 fn is_near_quota(state: &State) -> bool {
     // Without tables, which have a few bytes.
@@ -297,8 +354,11 @@ fn is_near_quota(state: &State) -> bool {
     let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
     let audit = state.objects.copy();
     let [objects, leases, bytes] = LIMITS;
-    let is_near = |used: &[u64; 3]| used[0] >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
-    usage(audit.versions.values(), audit.leases.values(), drafts).values().any(is_near)
+    let unconfirmed = state.objects.unconfirmed().count() as u64;
+    let is_near =
+        |used: &[u64; 3]| used[0] + unconfirmed >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
+    let unpublished = drafts.chain(state.objects.unconfirmed());
+    usage(audit.versions.values(), audit.leases.values(), unpublished).values().any(is_near)
 }
 
 /// Whether a refusal states a fact.
@@ -323,209 +383,5 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
         }
         RefusalCode::Quota => is_near_quota(state),
         _ => false,
-    }
-}
-
-// States.
-impl Oracle {
-    /// Compares a state with the last one: each change has a cause.
-    pub(super) fn check_versions(
-        &mut self,
-        audit: &Audit,
-        memory: &BTreeMap<u64, Memory>,
-        keeper: u64,
-        journal: &Journal,
-    ) -> Result<(), String> {
-        let restart = self.restart.take();
-        if restart.is_some_and(|restart| !restart.same_keeper) {
-            self.forget_everything();
-        }
-        let published = journal.events_after(self.last_event).1.map(|seen| &seen.event);
-        let published = published.filter(|of| matches!(of.kind, EventKind::Published | EventKind::Replaced));
-        let published = published.collect::<Vec<_>>();
-        self.last_event = journal.last_event();
-        self.check_known(audit, memory, restart)?;
-        let replaced = published.iter().filter(|of| audit.versions.values().all(|now| now.id != of.id));
-        let replaced = replaced.map(|of| (of.name.clone(), of.version, of.id.clone())).collect::<Vec<_>>();
-        for (key, now) in &audit.versions {
-            if !self.versions.contains_key(key) {
-                if restart.is_some_and(|restart| !restart.torn) {
-                    return Err(format!("version {} of `{}` appears at a start", now.number, now.name));
-                }
-                self.check_new(now, &memory[key], audit, &replaced)?;
-                self.history.insert(now.id.clone(), (now.name.clone(), now.number, memory[key].clone()));
-            }
-            if now.leases == 0 && !now.kept {
-                return Err(format!("version {} of `{}` has no lease and is not dropped", now.number, now.name));
-            }
-        }
-        let before = std::mem::take(&mut self.versions);
-        self.versions = audit
-            .versions
-            .iter()
-            .map(|(key, version)| {
-                let keeper = before.get(key).map_or(keeper, |known| known.keeper);
-                (*key, Known { version: version.clone(), memory: memory[key].clone(), keeper })
-            })
-            .collect();
-        self.replaced.extend(replaced.into_iter().map(|(name, number, id)| ((name, id), number)));
-        self.check_lease_changes(audit, restart)?;
-        self.check_answers()?;
-        (self.deleting, self.released, self.expired) = Default::default();
-        Ok(())
-    }
-
-    /// Checks the versions of the last state.
-    fn check_known(
-        &mut self,
-        audit: &Audit,
-        memory: &BTreeMap<u64, Memory>,
-        restart: Option<Restart>,
-    ) -> Result<(), String> {
-        let mut executed = Vec::new();
-        for (key, Known { version, memory: had, keeper }) in &self.versions {
-            let (now, has) = (audit.versions.get(key), memory.get(key));
-            let what = format!("version {} of `{}`", version.number, version.name);
-            let identity = |of: &AuditedVersion| (of.name.clone(), of.number, of.id.clone(), of.owner);
-            let same = |now| identity(now) == identity(version) && has == Some(had) && (version.named || !now.named);
-            if now.is_some_and(|now| !same(now)) {
-                return Err(format!("{what} has changed: {version:?} {had:?}, now {now:?} {has:?}"));
-            }
-            if !version.named || now.is_some_and(|now| now.named) {
-                continue;
-            }
-            if restart.is_some_and(|restart| !restart.whole && restart.keeper != *keeper) {
-                self.losses += 1;
-                let puts = self.puts.values_mut().filter(|put| put.executed.as_ref() == Some(&version.id));
-                puts.for_each(|put| put.executed = None);
-            } else if !self.may_remove(version, audit) {
-                return Err(format!("{what} is gone"));
-            }
-            executed.extend(self.deleting.iter().filter(|token| self.may_delete(**token, version)));
-        }
-        for token in executed {
-            self.deletes.get_mut(&token).expect("it was requested").is_executed = true;
-        }
-        Ok(())
-    }
-
-    fn forget_everything(&mut self) {
-        (self.losses, self.last_event) = (self.losses + self.versions.len(), 0);
-        self.versions.clear();
-        self.leases.clear();
-        self.makers.clear();
-        self.puts.values_mut().for_each(|put| put.executed = None);
-        self.deletes.values_mut().for_each(|delete| delete.is_executed = false);
-    }
-
-    /// Whether a version may have lost its name since the last state.
-    fn may_remove(&self, version: &AuditedVersion, audit: &Audit) -> bool {
-        let name = version.name.as_str();
-        let newer = audit.versions.values().filter(|other| other.name == name && other.named);
-        let newer = newer.filter(|other| other.number > version.number).collect::<Vec<_>>();
-        let is_replaced = newer.first().is_some_and(|other| newer.len() > other.keep as usize);
-        let may_expire = match version.lifetime {
-            Lifetime::Deleted => false,
-            Lifetime::Maker => self.has_lost_maker(name),
-            Lifetime::Leased => self.has_lost_maker(name) && version.leases == 0,
-            _ => version.leases == 0,
-        };
-        let is_expired = may_expire && self.expired.iter().any(|expired| expired == name);
-        is_replaced || is_expired || self.deleting.iter().any(|token| self.may_delete(*token, version))
-    }
-
-    /// Whether the connection of a name's maker has closed, or was not resumed in time.
-    fn has_lost_maker(&self, name: &str) -> bool {
-        match self.makers.get(name).copied().flatten() {
-            Some(ConnectionId::PREVIOUS_SERVER) => self.grace_is_over,
-            Some(maker) => self.closed.contains(&maker),
-            None => true,
-        }
-    }
-
-    fn may_delete(&self, token: Token, version: &AuditedVersion) -> bool {
-        let may = |delete: &RequestedDelete| delete.name == version.name && delete.uid == version.owner;
-        self.deletes.get(&token).is_some_and(|delete| may(delete) && !delete.is_executed)
-    }
-
-    fn check_new(
-        &mut self,
-        new: &AuditedVersion,
-        memory: &Memory,
-        audit: &Audit,
-        replaced: &[(String, u64, String)],
-    ) -> Result<(), String> {
-        let AuditedVersion { name, number, .. } = new;
-        let removable =
-            |known: &&Known| audit.versions.values().all(|other| !other.named || other.id != known.version.id);
-        let before = self.versions.values().filter(|known| known.version.named && known.version.name == *name);
-        let (gone, before): (Vec<_>, Vec<_>) = before.partition(|known| removable(known));
-        let known = before.iter().chain(&gone).map(|known| known.version.number);
-        let others =
-            audit.versions.values().filter(|other| other.name == *name && other.named && other.number < *number);
-        let replaced = replaced.iter().filter(|(of, replaced, _)| of == name && replaced < number);
-        let others = others.map(|other| other.number).chain(replaced.map(|(_, number, _)| *number));
-        let previous = others.chain(known.filter(|known| known < number)).max();
-        let follows = previous.map_or(*number == 1, |previous| *number == previous + 1);
-        let starts = *number == 1 && before.is_empty();
-        if !follows && !starts {
-            return Err(format!("version {number} of `{name}` follows version {previous:?}"));
-        }
-        if let Some(owner) = before.first().map(|known| known.version.owner)
-            && owner != new.owner
-        {
-            return Err(format!("`{name}` of uid {owner} is now of uid {}", new.owner));
-        }
-        if new.requests.len() != memory.len() {
-            return Err(format!(
-                "version {number} of `{name}` has {} parts of {} puts",
-                memory.len(),
-                new.requests.len()
-            ));
-        }
-        for request in &new.requests {
-            let Some(put) = self.puts.get_mut(request) else {
-                return Err(format!("version {number} of `{name}` has an unknown request"));
-            };
-            let part = memory.iter().find(|(part, _)| part == put.part).map(|(_, memory)| memory);
-            if put.name != name || part != Some(&put.memory) || *number > 1 && !put.replaces {
-                return Err(format!("version {number} of `{name}` has memory {memory:?}, and its put was {put:?}"));
-            }
-            if put.executed.replace(new.id.clone()).is_some() {
-                return Err(format!("version {number} of `{name}` repeats an executed put"));
-            }
-        }
-        Ok(())
-    }
-
-    /// A lease ends if its holder releases it, or does not resume it in time.
-    fn check_lease_changes(&mut self, audit: &Audit, restart: Option<Restart>) -> Result<(), String> {
-        for (token, before) in &self.leases {
-            // A lease counts as ended once its cleanup begins.
-            let now = audit.leases.get(token).filter(|now| before.is_closing || !now.is_closing);
-            let ends = before.is_closing
-                || self.released.contains(token)
-                || before.holder.is_some_and(|holder| self.closed.contains(&holder))
-                || before.holder.is_none() && self.grace_is_over
-                || restart.is_some_and(|restart| !restart.whole) && !audit.versions.contains_key(&before.key);
-            match now {
-                None if ends => {}
-                None => return Err(format!("a lease of uid {} has ended: {before:?}", before.uid)),
-                Some(now) if (now.key, now.uid) != (before.key, before.uid) => {
-                    return Err(format!("a lease has changed: {before:?}, now {now:?}"));
-                }
-                Some(_) => {}
-            }
-        }
-        if restart.is_some_and(|restart| !restart.torn) && audit.leases.len() > self.leases.len() {
-            return Err("a lease appears at a start".to_owned());
-        }
-        for (name, maker) in &audit.makers {
-            if maker.is_none() && self.makers.contains_key(name) && !self.has_lost_maker(name) {
-                return Err(format!("`{name}` has no maker any more"));
-            }
-        }
-        (self.leases, self.makers) = (audit.leases.clone(), audit.makers.clone());
-        Ok(())
     }
 }

@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    fs::File,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -11,7 +12,7 @@ use std::{
 use super::{
     client::{Client, memory_of},
     flaws::Flaw,
-    log, seed_tokens,
+    seed_tokens,
     world::World,
 };
 use crate::{
@@ -63,12 +64,7 @@ impl World {
         server.state.objects.now = self.now;
         self.is_changed = true;
         let mut effects = Effects::default();
-        let before = self.torn.map(|_| server.state.objects.log());
         call(&mut server.state, &mut effects);
-        if let (Some(records), Some((file, length))) = (self.torn.take(), before) {
-            log::cut(&file, length, records);
-            (self.is_dying, self.is_torn) = (true, true);
-        }
         self.execute(effects);
     }
 
@@ -125,8 +121,8 @@ impl World {
         let Some(server) = &mut self.server else { return };
         let Some(pipe) = self.pipes.get_mut(&id).filter(|pipe| !pipe.is_blocked) else { return };
         let mut records = Vec::new();
-        while let Some((message, segments)) = pipe.queue.pop_front() {
-            let memory = segments.iter().map(|segment| memory_of(server.state.objects.segment(*segment)));
+        while let Some((message, fds)) = pipe.queue.pop_front() {
+            let memory = fds.iter().map(|fd| memory_of(server.state.objects.descriptor(*fd)));
             records.push((message, memory.collect::<Vec<_>>()));
         }
         connection::all_sent(&mut server.state, id);
@@ -226,12 +222,7 @@ impl World {
         self.with(|state, _| {
             state.objects.clean_up_closed();
             state.objects.begin_turn();
-            state.objects.release_some();
-            state.objects.continue_compaction();
         });
-        if self.strikes(Flaw::ReleasedTwice) {
-            self.release_segment();
-        }
         self.handle_keeper_event();
         let watches = !self.has(Flaw::WatchWakeUpsLost);
         self.with(|state, effects| {
@@ -298,9 +289,11 @@ impl World {
 
     pub(super) fn keeper_reads(&mut self) {
         let flaw = match self.flaw {
-            Some(Flaw::RemovalsIgnored) => Some(KeeperFlaw::IgnoresRemovals),
-            Some(Flaw::KeeperMessagesSwapped) => Some(KeeperFlaw::SwapsMessages),
-            Some(Flaw::HoldsLost) => Some(KeeperFlaw::LosesHold),
+            Some(Flaw::ReplacementsIgnored) => Some(KeeperFlaw::IgnoresReplacements),
+            Some(Flaw::UpdatesIgnored) => Some(KeeperFlaw::IgnoresUpdates),
+            Some(Flaw::EntriesLost) => Some(KeeperFlaw::LosesEntries),
+            Some(Flaw::DescriptorsSwapped) => Some(KeeperFlaw::SwapsDescriptors),
+            Some(Flaw::ConfirmedUnread) => Some(KeeperFlaw::ConfirmsEarly),
             _ => None,
         };
         if let Some(keeper) = self.keeper.as_mut().filter(|keeper| keeper.has_unread()) {
@@ -325,7 +318,7 @@ impl World {
                 self.replace_keeper();
             }
             let mut any = false;
-            self.with(|state, effects| any = publish::publish_confirmed(state, effects));
+            self.with(|state, effects| any = publish::complete_confirmed(state, effects));
             if !any {
                 break;
             }
@@ -344,9 +337,8 @@ impl World {
             return state.objects.store_mut().disconnect();
         };
         keeper.accept_server(state.objects.store_mut()).unwrap();
-        state.objects.resend_catalogue().unwrap();
-        if flaw != Some(Flaw::SegmentsNotResent) {
-            state.objects.resend_segments();
+        if flaw != Some(Flaw::EntriesNotResent) {
+            state.objects.resend();
         }
         if flaw != Some(Flaw::CompleteNotSent) {
             state.objects.store_mut().complete();
@@ -354,10 +346,6 @@ impl World {
         state.objects.store_mut().serving();
         if server.shutdown.is_some() {
             server.shutdown = Some(state.objects.store_mut().sync());
-        }
-        let mark = state.objects.store().mark();
-        if flaw != Some(Flaw::MarksNotMoved) {
-            state.pending_versions.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
         }
         server.keeper = keepers;
         state.objects.flush_store();
@@ -377,7 +365,7 @@ impl World {
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
         }
         drop(server.state);
-        (self.fuse, self.torn) = (None, None);
+        self.fuse = None;
         self.oracle.keeper_of_dead = Some(server.keeper);
         self.pipes.retain(|_, pipe| {
             pipe.to_server.clear();
@@ -386,10 +374,12 @@ impl World {
             !pipe.closed_by_client
         });
         if let Some(keeper) = &mut self.keeper {
-            if self.flaw == Some(Flaw::UnreadDropped) {
-                keeper.drop_unread();
+            match self.flaw {
+                Some(Flaw::ManifestDamaged) => keeper.damage_manifest(),
+                Some(Flaw::RequestsForgotten) => keeper.forget_requests(),
+                Some(Flaw::EntryRepeated) => keeper.repeat_entry(),
+                _ => {}
             }
-            log::damage(keeper, self.flaw);
         }
     }
 
@@ -403,21 +393,16 @@ impl World {
         }
         let Some(keeper) = &mut self.keeper else { return };
         let taken = keeper.hand_to_server(&self.cancel);
-        let mut inherited = taken.inherited;
-        if self.flaw == Some(Flaw::OldLog) {
-            log::hide_newest(&mut inherited.catalogues);
-        }
         let [objects, leases, bytes] = LIMITS.map(Some);
         let quota = Quota { objects, leases, bytes, ..Quota::default() };
         let rules = Rules::new(quota, Quota::unlimited());
-        let restored = Objects::restore(self.now, rules, taken.store, inherited.catalogues, inherited.segments);
-        let mut objects = restored.unwrap();
+        let mut objects = Objects::restore(self.now, rules, taken.store, taken.inherited);
+        objects.hold_own(File::open("/dev/null").unwrap().into(), Vec::new());
         objects.store_mut().complete();
         objects.store_mut().serving();
-        let is_restarted = objects.journal().restarts() > 0;
+        let is_restarted = objects.events().restarts() > 0;
         self.is_changed = true;
-        let is_torn = std::mem::take(&mut self.is_torn);
-        self.oracle.server_started(self.keepers, taken.whole, is_torn, !is_restarted);
+        self.oracle.server_started(self.keepers, taken.whole, !is_restarted);
         let limit = TimeLimits::default().resume;
         self.server = Some(Server {
             state: State::new(objects, TIMEOUT, false),
@@ -437,18 +422,9 @@ impl World {
     /// Publishes versions before their descriptors are sent.
     fn answer_early(&mut self) {
         let Some(server) = &mut self.server else { return };
-        server.state.pending_versions.queue.iter_mut().for_each(|version| version.staged.mark = Mark::default());
+        server.state.changes.unconfirmed.iter_mut().for_each(|change| change.mark = Mark::default());
         self.with(|state, effects| {
-            publish::publish_confirmed(state, effects);
+            publish::complete_confirmed(state, effects);
         });
-    }
-
-    fn release_segment(&mut self) {
-        let Some(server) = &mut self.server else { return };
-        let objects = &mut server.state.objects;
-        let versions = objects.audit(&[]).map(|audit| audit.versions).unwrap_or_default();
-        if let Some(version) = versions.values().next() {
-            objects.release(version.payer, version.parts[0].1[0]);
-        }
     }
 }

@@ -41,8 +41,6 @@ pub(super) enum Step {
     KillServer,
     /// The server is killed after this number of effects.
     KillServerAfter(u8),
-    /// The server is killed in its next call, before it writes the last records of that call.
-    KillInCall(u8),
     /// The keeper's socket becomes full.
     Clog,
     /// The server is asked to exit for another one.
@@ -56,8 +54,6 @@ pub(super) enum Step {
     Tick(u64),
     /// Someone sets the system's clock forward or back, by this number of milliseconds.
     SetClock(i64),
-    /// The log is rewritten.
-    Compact,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,14 +138,12 @@ impl Random {
             83 => Step::Clog,
             84 => Step::KillServer,
             85 => Step::KillServerAfter(self.below(8) as u8),
-            86 => Step::KillInCall(self.below(3) as u8),
-            87 => Step::Upgrade,
+            86..88 => Step::Upgrade,
             88..91 => Step::StartServer,
             91 => self.of(&[Step::KillKeeper, Step::KeeperHangsUp]),
             92..94 => Step::StartKeeper,
-            94..97 => Step::Tick(self.of(&[1, 400, 1000, 5000, 11_000, 40_000])),
-            97 => Step::SetClock(self.of(&[-3_600_000, -1, 1000, 86_400_000])),
-            _ => Step::Compact,
+            94..99 => Step::Tick(self.of(&[1, 400, 1000, 5000, 11_000, 40_000])),
+            _ => Step::SetClock(self.of(&[-3_600_000, -1, 1000, 86_400_000])),
         }
     }
 

@@ -18,9 +18,8 @@ use super::{
 };
 use crate::{
     broker::{
-        catalogue::SegmentId,
         keeper::KeeperProcess,
-        server::state::{caller::ConnectionId, time::Time},
+        server::state::{caller::ConnectionId, objects::VersionFd, time::Time},
     },
     channel::Cancel,
     wire::broker::{Message, Release, Stop, Token},
@@ -36,7 +35,7 @@ pub(super) struct Pipe {
     pub(super) is_accepted: bool,
     pub(super) to_server: VecDeque<(Message, Vec<OwnedFd>)>,
     /// Records that the client's socket has not accepted.
-    pub(super) queue: VecDeque<(Message, Vec<SegmentId>)>,
+    pub(super) queue: VecDeque<(Message, Vec<VersionFd>)>,
     pub(super) is_blocked: bool,
     pub(super) to_client: VecDeque<(Message, Vec<Option<usize>>)>,
     pub(super) closed_by_client: bool,
@@ -58,9 +57,6 @@ pub(super) struct World {
     /// How many more effects the server executes before it is killed, and whether that time has come.
     pub(super) fuse: Option<u8>,
     pub(super) is_dying: bool,
-    /// How many records the server's next call does not write before it is killed, and whether it was killed so.
-    pub(super) torn: Option<u8>,
-    pub(super) is_torn: bool,
     pub(super) oracle: Oracle,
     /// Whether the state may have changed since the last check.
     pub(super) is_changed: bool,
@@ -90,8 +86,6 @@ impl World {
             last: 16,
             fuse: None,
             is_dying: false,
-            torn: None,
-            is_torn: false,
             oracle,
             is_changed: true,
             cancel: Cancel::new().unwrap(),
@@ -150,7 +144,6 @@ impl World {
             }
             Step::KillServer => self.is_dying = self.server.is_some(),
             Step::KillServerAfter(effects) => self.fuse = self.server.as_ref().map(|_| effects),
-            Step::KillInCall(records) => self.torn = self.server.as_ref().map(|_| records),
             Step::Clog => {
                 if let Some(server) = &self.server {
                     KeeperProcess::clog(server.state.objects.store());
@@ -158,16 +151,13 @@ impl World {
             }
             Step::Upgrade => self.upgrade(),
             Step::StartServer => self.start_server(),
+            // A keeper without a server has a twin, which continues with the same entries.
+            Step::KillKeeper if self.keeper.as_ref().is_some_and(|keeper| !keeper.has_server()) => {}
             Step::KillKeeper => drop(self.keeper.take().map(KeeperProcess::kill)),
             Step::KeeperHangsUp => self.keeper.iter_mut().for_each(KeeperProcess::hang_up),
             Step::StartKeeper => self.start_keeper(),
             Step::Tick(ms) => self.tick(ms),
             Step::SetClock(ms) => self.now.ms = self.now.ms.saturating_add_signed(ms),
-            Step::Compact => {
-                if let Some(server) = &mut self.server {
-                    server.state.objects.compact_short_log();
-                }
-            }
         }
     }
 
@@ -243,7 +233,7 @@ impl World {
     }
 
     fn is_keeper_quiet(&self) -> bool {
-        let is_sent = |server: &Server| server.state.pending_versions.queue.is_empty();
+        let is_sent = |server: &Server| server.state.changes.unconfirmed.is_empty();
         !self.keeper.as_ref().is_some_and(KeeperProcess::has_unread) && self.server.as_ref().is_none_or(is_sent)
     }
 }
@@ -342,7 +332,7 @@ impl World {
     }
 
     pub(super) fn unblock_all(&mut self) {
-        (self.fuse, self.torn) = (None, None);
+        self.fuse = None;
         for id in self.pipes.keys().copied().collect::<Vec<_>>() {
             self.pipes.get_mut(&id).expect("it was listed").is_blocked = false;
             self.flush(id);
@@ -354,7 +344,8 @@ impl World {
         if !it.is_ready {
             return;
         }
-        let lease = if it.claim.is_none() && !it.leases.is_empty() { Some(it.leases.remove(0)) } else { None };
+        let has_lease = it.claim.is_none() && !it.leases.is_empty();
+        let lease = has_lease.then(|| it.leases.remove(0).token);
         let Some(token) = it.claim.take().or(lease) else { return };
         self.send(client, Message::Release(Release { token }), Vec::new());
     }
@@ -369,7 +360,7 @@ impl World {
     fn steal(&mut self, client: usize) {
         let uid = self.clients[client].uid;
         let others = self.clients.iter().filter(|other| other.uid != uid);
-        if let Some(token) = others.flat_map(|other| &other.leases).next().copied()
+        if let Some(token) = others.flat_map(|other| &other.leases).next().map(|lease| lease.token)
             && self.clients[client].is_ready
         {
             self.ask(client, Request::List, Some(token));

@@ -23,7 +23,7 @@ pub(super) struct Addresses {
 pub(super) struct Mapped {
     pub size: u64,
     /// Counts it.
-    pub _tie: Tie,
+    pub _tie: Arc<Tie>,
     /// The access of this machine's CPUs.
     pub host: Option<Access>,
     /// The access of each device, by ordinal.

@@ -93,7 +93,7 @@ impl Diagnosis for Core {
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.functions.mem_create(&mut handle, size as usize, &properties, 0) }?;
-        Ok(self.add_handle(handle, false))
+        Ok(self.add_handle(handle, None))
     }
 
     fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]> {

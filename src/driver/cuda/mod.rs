@@ -41,7 +41,7 @@ use self::{
 use super::EventHandle;
 use super::{
     Access, Handle, Identity, Location, PoolHandle, Properties, Verbs, code, failure, failure_with,
-    ties::Ties,
+    ties::{Tie, Ties},
     window::{PageLocker, Windows},
 };
 use crate::{
@@ -101,12 +101,12 @@ struct Core {
 }
 
 /// A handle that the driver returned.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct KnownHandle {
     /// The number of times it was returned: retaining memory again returns the same handle.
     count: usize,
-    /// Whether another process made the allocation.
-    imported: bool,
+    /// Counts an allocation that another process made, until it is released and unmapped. The driver can't restore a process with one.
+    imported: Option<Arc<Tie>>,
 }
 
 type HandleTable = BTreeMap<Handle, KnownHandle>;
@@ -294,7 +294,7 @@ impl Core {
         if handles.contains_key(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    fn add_handle(&self, number: u64, imported: bool) -> Handle {
+    fn add_handle(&self, number: u64, imported: Option<Arc<Tie>>) -> Handle {
         let handle = Handle { by: self.identity, number };
         let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
         handles.entry(handle).or_insert(KnownHandle { count: 0, imported }).count += 1;

@@ -122,7 +122,7 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(size, "cuMemCreate");
         // SAFETY: both pointers are valid for the call.
         unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
-        Ok(self.core.add_handle(handle, false))
+        Ok(self.core.add_handle(handle, None))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
@@ -164,11 +164,11 @@ unsafe impl Verbs for CudaDriver {
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "cuMemMap";
         let held = self.core.hold_handle(CALL, handle)?;
-        let imported = held.get(&handle).is_some_and(|known| known.imported);
+        let imported = held.get(&handle).and_then(|known| known.imported.clone());
         let mut addresses = self.lock_own(CALL, address, size)?;
         tracing::debug!(address = format_args!("{address:#x}"), size, "{CALL}");
         // Counted before the call: a checkpoint may begin as soon as the call ends.
-        let tie = Tie::new(&self.core.ties, imported);
+        let tie = imported.unwrap_or_else(|| Arc::new(Tie::new(&self.core.ties, false)));
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses mapped ranges.
         unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
         addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new(), _tie: tie });
@@ -238,6 +238,7 @@ unsafe impl Verbs for CudaDriver {
         self.core.origin.check()?;
         let mut handle = 0;
         tracing::debug!(fd = fd.as_raw_fd(), "cuMemImportFromShareableHandle");
+        let tie = Arc::new(Tie::new(&self.core.ties, true));
         // SAFETY: the pointer is valid for one write. For this type, the descriptor itself is passed as the pointer.
         unsafe {
             self.core.functions.mem_import(
@@ -246,7 +247,7 @@ unsafe impl Verbs for CudaDriver {
                 HANDLE_TYPE_POSIX_FD,
             )
         }?;
-        Ok(self.core.add_handle(handle, true))
+        Ok(self.core.add_handle(handle, Some(tie)))
     }
 
     fn retain(&self, address: u64) -> Result<Retained> {
@@ -263,7 +264,7 @@ unsafe impl Verbs for CudaDriver {
         tracing::debug!(address = format_args!("{address:#x}"), "cuMemRetainAllocationHandle");
         // SAFETY: the pointer is valid for one write; the driver only looks the address up.
         unsafe { self.core.functions.mem_retain(&mut handle, ptr::without_provenance_mut(address as usize)) }?;
-        Ok(Retained { handle: self.core.add_handle(handle, false), start, size })
+        Ok(Retained { handle: self.core.add_handle(handle, None), start, size })
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {

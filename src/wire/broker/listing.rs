@@ -132,6 +132,10 @@ objects! {
         /// The oldest claims on the names, with the last answer: as many as fit. Other users' claims only on names that the client may
         /// read or waits for, or whose whole name is the prefix.
         pub claims: Option<Vec<HeldClaim>>,
+        /// Whether clients of the previous server may still resume leases: more leases may appear, at most 10 s after the server's start.
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
+        pub resuming: bool,
     }
 
     /// A claim: the right of a process to create an object, or a part of it.

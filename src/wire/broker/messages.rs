@@ -325,12 +325,22 @@ objects! {
     pub struct Resume {
         /// The leases.
         #[serde(default, deserialize_with = "or_default")]
-        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
-        pub leases: Vec<Token>,
+        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<ResumedLease>>"))]
+        pub leases: Vec<ResumedLease>,
         /// The puts, by request. Names that end with their connection then depend on this one.
         #[serde(default, deserialize_with = "or_default")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
         pub puts: Vec<Token>,
+    }
+
+    /// A lease from an earlier connection.
+    pub struct ResumedLease {
+        /// The lease's token.
+        pub token: Token,
+        /// The UUID of the leased version. A server that was started after the lease was granted knows the version only.
+        pub id: String,
+        /// How many bytes of the version the lease covers.
+        pub size: u64,
     }
 
     /// The result of a [`Resume`], and the broker's identity.

@@ -17,11 +17,11 @@ pub use self::{
     messages::{
         ArrayEntry, ClaimHeader, Claimed, Delete, Done, GetHeader, GetObject, LeaseHeader, LeasePartHeader, Lifetime,
         Maker, Owner, Published, PutHeader, PutPartHeader, Recall, Refusal, Release, ReportHeader, Restore, Resume,
-        Resumed, Send, Stop, Table, Token,
+        Resumed, ResumedLease, Send, Stop, Table, Token,
     },
     monitoring::{
-        Crash, Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room,
-        StoreRoom, WatchHeader,
+        Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room, StoreRoom,
+        WatchHeader,
     },
     table::Attached,
 };
@@ -79,7 +79,7 @@ pub const MAX_NAMED: usize = 1024;
 pub const MAX_RECALLED: usize = 64;
 
 /// The largest number of leases and puts in one `resume`.
-pub const MAX_RESUMED: usize = 1024;
+pub const MAX_RESUMED: usize = 256;
 
 messages! {
     #[doc = "As in a handoff."]
@@ -228,7 +228,8 @@ impl Message {
                 get.objects.iter().map(|object| &object.name).chain(claim).try_for_each(|name| bounded(name))
             }
             Self::Resume(Resume { leases, puts }) => {
-                most("leases and puts in a resume", leases.len() + puts.len(), MAX_RESUMED)
+                most("leases and puts in a resume", leases.len() + puts.len(), MAX_RESUMED)?;
+                leases.iter().try_for_each(|lease| bounded(&lease.id))
             }
             Self::Recall(Recall { ids }) => {
                 most("versions in a recall", ids.len(), MAX_RECALLED)?;

@@ -121,8 +121,6 @@ objects! {
         pub totals: Vec<UserTotal>,
         /// The version of the server's executable.
         pub version: Option<String>,
-        /// The number of versions that the server lost when it took over the state, because part of their memory was missing.
-        pub lost_versions: Option<u64>,
         /// The limits for each user.
         pub quota: Option<Quota>,
         /// The limits for all users together.
@@ -131,8 +129,6 @@ objects! {
         pub pid: Option<u32>,
         /// The keeper's process.
         pub keeper: Option<KeeperInfo>,
-        /// The last crashes of server and keeper, oldest first. `None` if the server does not report crashes.
-        pub crashes: Option<Vec<Crash>>,
         /// The oldest claims that the client may see, as in `leases`. `None` if the server does not report claims.
         pub claims: Option<Vec<HeldClaim>>,
     }
@@ -144,22 +140,6 @@ objects! {
         pub pid: u32,
         /// When it started, in milliseconds since 1970.
         pub started_ms: Option<u64>,
-    }
-
-    /// A crash of the server or its keeper: an exit that was not requested.
-    pub struct Crash {
-        /// When it was noticed, in milliseconds since 1970.
-        pub at_ms: u64,
-        /// `server`, `keeper`, or `both`.
-        pub process: String,
-        /// The process ID, or 0 if unknown. For `both`, the server's.
-        pub pid: u32,
-        /// The number of lost versions. `None` if all were lost.
-        pub lost_versions: Option<u64>,
-        /// Some of the lost versions. Only the server's user and root receive them.
-        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
-        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
-        pub names: Vec<String>,
     }
 
     /// Limits on the resources of one user, or of all users together. `None` means unlimited, or the default in a configuration.

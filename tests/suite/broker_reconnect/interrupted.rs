@@ -74,7 +74,7 @@ fn leases_move_from_a_stuck_connection() {
     expect_get(&reader.peer, 1);
     interrupted.interrupt(1, call);
     let other = broker.greet(FIRST);
-    assert_eq!(other.resume().leases, [token(1)]);
+    assert_eq!(tokens(other.resume().leases), [token(1)]);
     expect_stop(&reader.peer);
     let open = rustix::net::RecvFlags::DONTWAIT;
     assert!(rustix::net::recv(&reader.peer.0, &mut [0; 8][..], open).is_err(), "the first connection is still open");
@@ -124,10 +124,10 @@ fn second_interrupt_ends_no_lease() -> bool {
     let (reader, first) = interrupted_after_pause(&broker, &interrupted);
     let mut attempts = Vec::new();
     let other = resuming(&broker, &mut attempts).unwrap();
-    assert_eq!(other.resume().leases, [token(1)]);
+    assert_eq!(tokens(other.resume().leases), [token(1)]);
     interrupted.interrupt(1, first);
     let Some(last) = resuming(&broker, &mut attempts) else { return false };
-    assert_eq!(last.resume().leases, [token(1)]);
+    assert_eq!(tokens(last.resume().leases), [token(1)]);
     for peer in [&reader.peer, &other] {
         assert_ne!(peeked(peer), Ok(0), "the connection is still open");
     }

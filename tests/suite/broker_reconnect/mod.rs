@@ -33,7 +33,7 @@ use vmmfd::{
         Failure, Run, Segments,
         broker::{
             self, Done, LeaseHeader, LeasePartHeader, Message, Objects, Published, Refusal, Release, Resume, Resumed,
-            Send, Stop, Token,
+            ResumedLease, Send, Stop, Token,
         },
     },
 };
@@ -167,7 +167,7 @@ impl Peer {
 
     /// Answers a reconnecting client with its lost leases, and with all or none of its puts as lost. Returns its leases and puts.
     fn take_up(&self, instance: &str, lost: &[Token], puts_lost: bool) -> (Vec<Token>, Vec<Token>) {
-        let leases = sorted(self.resume().leases);
+        let leases = tokens(self.resume().leases);
         self.resumed(instance, lost);
         let puts = self.resume().puts;
         self.resumed(instance, if puts_lost { &puts } else { &[] });
@@ -308,4 +308,9 @@ impl Reader {
 fn sorted(mut tokens: Vec<Token>) -> Vec<Token> {
     tokens.sort();
     tokens
+}
+
+/// The tokens of leases, sorted.
+fn tokens(leases: Vec<ResumedLease>) -> Vec<Token> {
+    sorted(leases.iter().map(|lease| lease.token).collect())
 }

@@ -115,6 +115,13 @@ impl Manager {
 
 impl Drop for Manager {
     fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Manager {
+    /// Kills the service and starts it no more.
+    pub(crate) fn end(&mut self) {
         let main = {
             let mut state = self.shared.lock();
             state.ending = true;
@@ -154,8 +161,10 @@ fn run(shared: &Shared, command: &[OsString], log: &File) {
         shared.changed.notify_all();
         drop(state);
         // wait(2) would consume the ptrace stops of a process that a test traces. A pidfd reports the exit only.
-        let end = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty()).unwrap();
-        while poll(&mut [PollFd::new(&end, PollFlags::IN)], None).is_err() {}
+        // Fails if the test has already reaped the process.
+        if let Ok(end) = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty()) {
+            while poll(&mut [PollFd::new(&end, PollFlags::IN)], None).is_err() {}
+        }
         // Fails if the test has already reaped the process.
         let status = child.wait();
         let mut state = shared.lock();

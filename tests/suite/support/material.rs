@@ -4,7 +4,10 @@ use std::{
     fs::File,
     io::Write,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use nix::{
@@ -12,14 +15,51 @@ use nix::{
     sys::memfd::{MFdFlags, memfd_create},
 };
 use vmmfd::{
-    broker::PutPart,
-    driver::Backend,
+    broker::{Client, Get, PutPart},
+    driver::{Backend, Driver},
     memory::{Chunk, Description, Region, Shared, Sharing},
     wire::{
-        MAX_FDS, Memory,
-        broker::{self, GetObject, Message},
+        MAX_FDS, Memory, Segments,
+        broker::{self, GetObject, Message, Token},
     },
 };
+
+use crate::broker_process::Raw;
+
+/// The segments of a large object: its put and its lease take three records each.
+pub(crate) const MANY: usize = 600;
+
+/// The distinct chunks that these segments repeat, and the size of a chunk.
+pub(crate) const CHUNKS: usize = 3;
+pub(crate) const CHUNK: u64 = 2 << 20;
+
+/// A unique token.
+pub(crate) fn token() -> Token {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&std::process::id().to_le_bytes());
+    bytes[8..].copy_from_slice(&LAST.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    Token(bytes)
+}
+
+/// Sends a range of the segments of a put.
+pub(crate) fn send_segments(raw: &Raw, material: &Material, from: usize, to: usize) {
+    for at in (from..to).step_by(MAX_FDS) {
+        let some = at..to.min(at + MAX_FDS);
+        let sizes = material.segments[some.clone()].iter().map(|(size, _)| *size).collect();
+        raw.send(&Message::Segments(Segments { first: at as u64, sizes }), &material.fds()[some]).unwrap();
+    }
+}
+
+/// The first and the last byte of an object.
+pub(crate) fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
+    let object = client.get(&Get::new(name)).unwrap().open(driver, None).unwrap();
+    let memory = object.parts()[0].memory().unwrap();
+    let (mut first, mut last) = ([0; 1], [0; 1]);
+    memory.copy_out(0, &mut first).unwrap();
+    memory.copy_out(memory.size() - 1, &mut last).unwrap();
+    [first[0], last[0]]
+}
 
 /// A put of memory as the part `all`, with the sizes of its first record.
 pub(crate) fn put_of_all(name: &str, backend: Backend, memory: Memory, sizes: Vec<u64>) -> broker::PutHeader {
@@ -104,6 +144,6 @@ pub(crate) fn restore(id: u8, uid: u32, gid: u32, token: u8) -> broker::Restore 
         id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{id:02x}"),
         created_ms: 1_700_000_000_123,
         owner: broker::Owner { uid, gid },
-        leases: vec![broker::Token([token; 16])],
+        leases: vec![Token([token; 16])],
     }
 }

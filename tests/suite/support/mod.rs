@@ -16,7 +16,7 @@ pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
     mapped::Mapped,
-    process::{aborts_in_fork, in_child, in_fork, in_thread, open_files, pause, with_own_descriptors},
+    process::{aborts_in_fork, in_child, in_fork, in_thread, open_files, parent_of, pause, with_own_descriptors},
     subject::{EXPORTABLE, Kind, Subject},
 };
 

@@ -21,7 +21,7 @@ use nix::{
         signal::Signal,
         wait::{WaitStatus, waitpid},
     },
-    unistd::{ForkResult, alarm, dup2_stderr, fork},
+    unistd::{ForkResult, Pid, alarm, dup2_stderr, fork},
 };
 
 pub(crate) struct OpenFile {
@@ -34,6 +34,14 @@ pub(crate) struct OpenFile {
 pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
     let paths = fs::read_dir(format!("/proc/{pid}/fd"))?.filter_map(|entry| Some(entry.ok()?.path()));
     Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
+}
+
+/// The parent of a process.
+pub(crate) fn parent_of(pid: Pid) -> Option<Pid> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The command is in brackets and may contain brackets. The fields after it are state and parent.
+    let parent = stat.rsplit(") ").next()?.split(' ').nth(1)?.parse().ok()?;
+    Some(Pid::from_raw(parent))
 }
 
 /// Sleeps between two checks of a condition: a sixteenth of the time so far, 1 to 20 ms. Other tests need the CPUs.

@@ -1,10 +1,11 @@
-//! `vmmfd serve` with its keeper, for tests that kill them. The keeper is the server's own or a separate `vmmfd keeper` service.
+//! `vmmfd serve` with its keeper, for tests that kill them. A small init restarts the server. The keeper is the server's own or a service of
+//! the init too.
 
 use std::{
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +17,7 @@ use nix::{
 use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
-use super::{Kind, Subject, manager::Manager, open_files, pause, session::Session, stepper::children};
+use super::{Kind, Subject, manager::Manager, open_files, parent_of, pause};
 use crate::{
     broker::until,
     broker_process::{Raw, is_memory},
@@ -24,14 +25,14 @@ use crate::{
 };
 
 /// The time limit of a wait.
-const PATIENCE: Duration = Duration::from_secs(600);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The process that holds the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keeper {
-    /// The keeper of plain `vmmfd serve`.
+    /// Plain `vmmfd serve` starts it.
     Own,
-    /// `vmmfd keeper`: a minimal init restarts the keeper and the server.
+    /// The init starts it.
     Apart,
 }
 
@@ -41,11 +42,12 @@ pub(crate) struct Served {
     folder: TempDir,
     /// A separate folder: a test may delete the other folder.
     log_folder: TempDir,
-    command: Vec<OsString>,
-    first: Option<Session>,
+    /// Where the keeper listens.
+    pub(crate) keeper_path: PathBuf,
     /// Runs the server.
-    pub(crate) manager: Option<Manager>,
-    pub(crate) keeper: Option<Manager>,
+    pub(crate) manager: Manager,
+    /// Runs the keeper, unless the server starts it.
+    keeper: Option<Manager>,
 }
 
 impl Served {
@@ -56,57 +58,47 @@ impl Served {
     /// Like [`Self::start`], with another program and more options.
     pub(crate) fn with(keeper: Keeper, subject: &Subject, program: &Path, options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        let log_folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
+        let open_log = || {
+            let log = log_folder.path().join("log");
+            fs::OpenOptions::new().create(true).append(true).open(log).unwrap()
+        };
         let mut command: Vec<OsString> = vec![program.into(), "serve".into(), "--socket".into(), path.clone().into()];
         command.extend(options.iter().map(Into::into));
         if subject.kind == Kind::Fake {
             command.push("--emulated".into());
         }
-        let log_folder = tempfile::tempdir().unwrap();
-        let mut served =
-            Self { path, folder, log_folder, command: command.clone(), first: None, manager: None, keeper: None };
-        match keeper {
-            Keeper::Own => served.start_again(),
+        let (keeper_path, keeper) = match keeper {
+            Keeper::Own => (folder.path().join("broker.sock.keeper"), None),
             Keeper::Apart => {
-                let keeper = ["keeper".into(), "--socket".into(), served.keeper_path().into()];
-                let keeper = [OsString::from(program)].into_iter().chain(keeper).collect();
-                served.keeper = Some(Manager::start(stoppable(keeper, &served.keeper_stop_flag()), served.open_log()));
-                command.extend(["--keeper".into(), served.keeper_path().into()]);
-                served.manager = Some(Manager::start(stoppable(command, &served.stop_flag()), served.open_log()));
+                let keeper_path = log_folder.path().join("keeper").join("keeper.sock");
+                command.extend(["--keeper".into(), keeper_path.clone().into()]);
+                let keeper = [program.into(), "keeper".into(), "--socket".into(), keeper_path.clone().into()];
+                let keeper = stoppable(keeper.into(), &folder.path().join(STOP_KEEPER));
+                (keeper_path, Some(Manager::start(keeper, open_log())))
             }
-        }
+        };
+        let manager = Manager::start(stoppable(command, &folder.path().join(STOP_SERVER)), open_log());
+        let served = Self { path, folder, log_folder, keeper_path, manager, keeper };
         served.greeted();
         served
     }
 
-    /// The socket of a separate keeper.
-    pub(crate) fn keeper_path(&self) -> PathBuf {
-        self.log_folder.path().join("keeper").join("keeper.sock")
-    }
-
-    fn open_log(&self) -> fs::File {
-        fs::OpenOptions::new().create(true).append(true).open(self.log_folder.path().join("log")).unwrap()
+    /// The init of a separate keeper.
+    #[track_caller]
+    pub(crate) fn keeper_manager(&self) -> &Manager {
+        self.keeper.as_ref().unwrap()
     }
 
     /// While this file exists, a server started by the init stops before exec.
     pub(crate) fn stop_flag(&self) -> PathBuf {
-        self.folder.path().join("stop")
+        self.folder.path().join(STOP_SERVER)
     }
 
     /// While this file exists, a keeper started by the init stops before exec.
     pub(crate) fn keeper_stop_flag(&self) -> PathBuf {
-        self.folder.path().join("stop-keeper")
-    }
-
-    /// Starts a keeper. None may be running.
-    pub(crate) fn start_again(&mut self) {
-        let mut child = Command::new(&self.command[0]);
-        child.args(&self.command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
-        for name in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
-            child.env_remove(name);
-        }
-        child.stderr(fs::File::create(self.log_folder.path().join("log")).unwrap());
-        self.first = Some(Session::start(&mut child).unwrap());
+        self.folder.path().join(STOP_KEEPER)
     }
 
     /// Returns the stderr of the keeper and its servers.
@@ -140,26 +132,26 @@ impl Served {
         self.greeted().1
     }
 
+    /// The processes of the keeper: itself, its twin, and during an upgrade its successor.
+    pub(crate) fn keepers(&self) -> Vec<Pid> {
+        with_argument(&self.keeper_path).into_iter().filter(|&pid| is_alive(pid) && !is_server(pid)).collect()
+    }
+
     /// Returns the current keeper.
     #[track_caller]
     pub(crate) fn keeper(&self) -> Pid {
-        if let Some(keeper) = &self.keeper {
-            return keeper.main(1);
-        }
-        let first = self.first.as_ref().map(|child| Pid::from_raw(child.id().cast_signed())).unwrap();
-        if is_alive(first) {
-            return first;
-        }
         let begun = Instant::now();
         loop {
-            // A keeper started by the server is a child of the server. A keeper that started the server is its parent.
-            let server = self.server();
-            if let Some(pid) =
-                children(server).into_iter().find(|&pid| is_alive(pid)).or_else(|| parent_that_serves(server))
-            {
-                return pid;
+            let keepers = self.keepers();
+            let first: Vec<Pid> = keepers
+                .iter()
+                .copied()
+                .filter(|&pid| parent_of(pid).is_some_and(|of| !keepers.contains(&of)))
+                .collect();
+            if let [keeper] = first[..] {
+                return keeper;
             }
-            assert!(begun.elapsed() < PATIENCE, "no keeper: {}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "no single keeper: {first:?} {}", self.log());
             pause(begun);
         }
     }
@@ -187,11 +179,10 @@ impl Served {
 
     /// Kills the keeper. Waits until the server's next keeper holds the same number of descriptors. The server keeps running.
     #[track_caller]
-    pub(crate) fn kill_keeper(&mut self) {
+    pub(crate) fn kill_keeper(&self) {
         let old = self.keeper();
         let count = stored(old);
         kill(old, Signal::SIGKILL).unwrap();
-        self.reap();
         let begun = Instant::now();
         loop {
             let new = self.keeper();
@@ -204,15 +195,14 @@ impl Served {
         }
     }
 
-    /// Kills the server and the keeper at once, and waits until the socket refuses connections.
+    /// Kills the server and the keeper at once, and waits until the socket refuses connections. [`Manager::start_again`] starts a server.
     #[track_caller]
-    pub(crate) fn kill_both(&mut self) {
-        let (server, keeper) = (self.server(), self.keeper());
-        // A stopped keeper starts no server.
+    pub(crate) fn kill_both(&self) {
+        let keeper = self.keeper();
+        // A stopped keeper forks no twin.
         kill(keeper, Signal::SIGSTOP).unwrap();
-        kill(server, Signal::SIGKILL).unwrap();
+        self.manager.stop(Signal::SIGKILL);
         kill(keeper, Signal::SIGKILL).unwrap();
-        self.reap();
         // A process's threads exit one by one, and its descriptors close with the last thread.
         until(|| Raw::dial(&self.path).is_err());
     }
@@ -227,28 +217,14 @@ impl Served {
         }
     }
 
-    /// Reaps the first keeper if it has exited.
-    pub(crate) fn reap(&mut self) {
-        if let Some(child) = &mut self.first {
-            let pid = Pid::from_raw(child.id().cast_signed());
-            if !is_alive(pid) {
-                let _ = child.wait();
-            }
-        }
-    }
-
-    /// Stops the keeper with SIGTERM and waits for the exit. Returns the exit code of the first keeper, none for a later one.
+    /// Stops the server with SIGTERM, and waits until the keeper that it started has exited too. Returns the exit code.
     #[track_caller]
-    pub(crate) fn stop(&mut self) -> Option<i32> {
-        let keeper = self.keeper();
-        kill(keeper, Signal::SIGTERM).unwrap();
-        let begun = Instant::now();
-        while is_alive(keeper) {
-            assert!(begun.elapsed() < PATIENCE, "the keeper does not end: {}", self.log());
-            pause(begun);
+    pub(crate) fn stop(&self) -> Option<i32> {
+        let code = self.manager.stop(Signal::SIGTERM);
+        if self.keeper.is_none() {
+            until(|| self.keepers().is_empty());
         }
-        let child = self.first.as_mut().filter(|child| child.id().cast_signed() == keeper.as_raw());
-        child.and_then(|child| child.wait().unwrap().code())
+        code
     }
 
     /// Counts the memory descriptors of the server and of its keeper. The two counts must match.
@@ -259,9 +235,20 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.manager = None;
-        self.keeper = None;
-        self.first = None;
+        self.manager.end();
+        if let Some(keeper) = &mut self.keeper {
+            keeper.end();
+        }
+        // A twin continues when its keeper is killed.
+        let begun = Instant::now();
+        let is_left = || !self.keepers().is_empty() || with_argument(&self.path).into_iter().any(is_alive);
+        while is_left() && begun.elapsed() < PATIENCE {
+            for pid in self.keepers() {
+                // Fails if it has exited.
+                let _ = kill(pid, Signal::SIGKILL);
+            }
+            pause(begun);
+        }
         if thread::panicking() {
             eprintln!("{}", self.log());
         }
@@ -269,6 +256,10 @@ impl Drop for Served {
         assert!(left.is_empty() || thread::panicking(), "{left:?} outlive their test");
     }
 }
+
+/// While these files exist, a process that the init starts stops before exec.
+const STOP_SERVER: &str = "stop";
+const STOP_KEEPER: &str = "stop-keeper";
 
 /// Wraps a command in a shell that stops before exec while the file exists.
 fn stoppable(command: Vec<OsString>, flag: &Path) -> Vec<OsString> {
@@ -299,15 +290,13 @@ pub(crate) fn is_alive(pid: Pid) -> bool {
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
 }
 
-/// Returns the parent of a process, if the parent is `vmmfd serve`.
-fn parent_that_serves(pid: Pid) -> Option<Pid> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let parent = stat.rsplit(") ").next()?.split_whitespace().nth(1)?.parse().ok()?;
-    let line = fs::read(format!("/proc/{parent}/cmdline")).ok()?;
-    line.split(|&byte| byte == 0).any(|argument| argument == b"serve").then(|| Pid::from_raw(parent))
+/// Whether a process is `vmmfd serve`.
+fn is_server(pid: Pid) -> bool {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    line.split(|&byte| byte == 0).any(|argument| argument == b"serve")
 }
 
-/// Counts the memory and catalogue descriptors of a process. The history of crashes does not count: the first crash adds a descriptor to it.
+/// Counts the descriptors of memory in a process.
 pub(crate) fn stored(pid: Pid) -> usize {
     let files = open_files(pid).unwrap_or_default();
     files.iter().filter(|file| is_memory(&file.link.to_string_lossy())).count()

@@ -1,7 +1,6 @@
 //! Kills a process before a chosen system call. Other processes can observe nothing else of its progress.
 
 use std::{
-    path::PathBuf,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
@@ -106,19 +105,10 @@ pub(crate) enum From {
     Stopped,
 }
 
-/// Runs `run` while a process that waits for events is traced. Kills the process before the first visible system call of its main thread
-/// for which `kills` returns true. Returns the result of `run`.
+/// Runs `run` while a process is traced, from any state of the process. Kills the process before the first visible system call of its main
+/// thread for which `kills` returns true. Returns the result of `run`.
 ///
 /// The process must be a descendant, or this process may trace all processes.
-pub(crate) fn while_traced<T: Send>(
-    pid: Pid,
-    kills: impl FnMut(&Call) -> bool,
-    run: impl FnOnce() -> T + Send,
-) -> (T, Traced) {
-    trace(pid, From::Idle, kills, run)
-}
-
-/// Like [`while_traced`], from any state of the process.
 pub(crate) fn trace<T: Send>(
     pid: Pid,
     from: From,
@@ -192,23 +182,4 @@ pub(crate) fn trace<T: Send>(
         running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     (result, traced)
-}
-
-/// Matches the `nth` system call, counted from 0.
-pub(crate) fn at(nth: usize) -> impl FnMut(&Call) -> bool {
-    let mut left = nth;
-    move |_| {
-        let here = left == 0;
-        left = left.wrapping_sub(1);
-        here
-    }
-}
-
-/// Lists the child processes of all threads of a process.
-pub(crate) fn children(pid: Pid) -> Vec<Pid> {
-    let Ok(threads) = std::fs::read_dir(PathBuf::from(format!("/proc/{pid}/task"))) else { return Vec::new() };
-    let of =
-        |thread: std::io::Result<std::fs::DirEntry>| std::fs::read_to_string(thread.ok()?.path().join("children")).ok();
-    let lists: Vec<String> = threads.filter_map(of).collect();
-    lists.iter().flat_map(|list| list.split_whitespace()).map(|pid| Pid::from_raw(pid.parse().unwrap())).collect()
 }

@@ -1,18 +1,14 @@
 //! `serve`: the broker.
 
 use std::{
-    io::{self, IsTerminal},
+    io,
     path::PathBuf,
     process::{self, ExitCode},
     time::Duration,
 };
 
 use clap::Args;
-use nix::{
-    errno::Errno,
-    libc,
-    sys::resource::{Resource, getrlimit, setrlimit},
-};
+use nix::sys::resource::{Resource, getrlimit};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
@@ -20,9 +16,8 @@ use vmmfd::{
     channel::{Cancel, broker_socket_path},
     error::Error,
     internals::{
-        MIN_FILE_LIMIT, TimeLimits, check_socket, default_broker_socket, emulated, is_restarted,
-        keeper::{self, Role, ServiceProcess},
-        notify, started_by_keeper, with_limits,
+        MIN_FILE_LIMIT, TimeLimits, check_socket, default_broker_socket, emulated, keeper, leaving, notify,
+        with_limits, with_own_keeper,
     },
 };
 
@@ -47,10 +42,10 @@ use crate::{
 /// The broker needs no GPU and no driver: it holds the descriptors of the memory and hands them out. An object outlives its creator, until
 /// it is deleted, its lifetime expires, or the broker stops. The broker runs until SIGTERM or SIGINT, and then exits with 0.
 ///
-/// It has two processes: the server, and a keeper that also holds the server's descriptors. If one is killed, the other restarts it, and
-/// clients reconnect; nothing is lost unless both die at once, which frees the memory. SIGHUP to the keeper upgrades: it restarts with the
-/// program that is now at its path. With --keeper, an init restarts both: this process is only the server, and `vmmfd keeper` is a
-/// separate service.
+/// It starts a keeper, `vmmfd keeper`, which also holds the server's descriptors. The server replaces a killed keeper. After the server was
+/// killed, start it again: it takes over from the keeper, and clients reconnect. Nothing is lost unless both die at once, which frees the
+/// memory. SIGTERM and SIGINT end both. SIGHUP ends only the server, and the keeper holds everything for the next one, which may be a
+/// newer program. With --keeper, an init owns the keeper, and the memory stays there whenever this process exits.
 ///
 /// When the broker accepts connections, it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for
 /// this line.
@@ -115,9 +110,9 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, hide = true, value_name = "NAME=DURATION", value_parser = parse_time_limit, help_heading = "Meeting")]
     time_limit: Vec<(String, Duration)>,
 
-    /// Cancelled by SIGHUP, if a keeper restarts this server.
+    /// Cancelled by SIGHUP, if there is a keeper.
     #[arg(skip)]
-    restart: Option<Cancel>,
+    leave: Option<Cancel>,
 }
 
 /// The time limit of a server's shutdown: 10 s for the keeper to receive everything, and the rest for closing descriptors.
@@ -130,29 +125,6 @@ fn parse_time_limit(text: &str) -> Result<(String, Duration), String> {
         true => Ok((name.to_owned(), limit)),
         false => Err(format!("there is no time limit `{name}`")),
     }
-}
-
-/// The largest catalogue in bytes: hundreds of bytes per version, twice during compaction.
-const CATALOGUE: u64 = 1 << 30;
-
-/// Raises the limit on file sizes, which also applies to a memfd. Fails if the catalogue could exceed it: every put and delete would then
-/// fail.
-fn require_file_size() -> vmmfd::Result<()> {
-    let failed = |errno: Errno| Error::system("raise the limit on the length of files", errno);
-    let (soft, hard) = getrlimit(Resource::RLIMIT_FSIZE).map_err(failed)?;
-    if soft < hard {
-        setrlimit(Resource::RLIMIT_FSIZE, hard, hard).map_err(failed)?;
-    }
-    if hard < CATALOGUE {
-        let reason = format!(
-            "this process may write files of {} (RLIMIT_FSIZE), and the catalogue may need {}: use `ulimit -f unlimited`, or \
-             LimitFSIZE=infinity in the unit",
-            bytes(hard),
-            bytes(CATALOGUE)
-        );
-        return Err(Error::system("serve", io::Error::other(reason)));
-    }
-    Ok(())
 }
 
 /// Raises the open-file limit. Fails if the broker could hold no object.
@@ -189,31 +161,19 @@ struct CheckReport {
 }
 
 impl ServeOptions {
-    /// Runs the keeper, or the server.
+    /// Runs the server.
     pub(in super::super) fn start(self, output: &Output) -> ExitCode {
         if self.check {
             return run_tool(self, output);
         }
         run_service(Self::NAME, output, || {
-            // On a terminal, the line `listening` and warnings suffice.
-            match io::stderr().is_terminal() {
-                true => output.start_log(),
-                false => output.start_service_log(),
-            }
+            output.start_broker_log();
             if let Some(path) = self.options_file.as_ref().filter(|path| !path.exists()) {
                 tracing::info!(path = %path.display(), "there is no options file");
             }
-            if Role::of_this_process().is_first() {
-                require_file_size()?;
-                require_files()?;
-            }
-            // The server holds a descriptor per segment.
-            raise_file_limit();
-            let has_own_keeper = !self.no_keeper && self.keeper.is_none();
-            match keeper::begin_service(has_own_keeper, || self.path())? {
-                ServiceProcess::Server(restart) => Ok(run_tool(Self { restart, ..self }, output)),
-                ServiceProcess::Ended(code) => Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))),
-            }
+            require_files()?;
+            let leave = if self.no_keeper { None } else { Some(Cancel::new()?) };
+            Ok(run_tool(Self { leave, ..self }, output))
         })
     }
 
@@ -226,8 +186,7 @@ impl ServeOptions {
         };
         let path = path.and_then(|path| check_socket(&path).map(|()| path));
         let keeper = self.keeper.iter().try_for_each(|path| keeper::check_reachable(path, cancel));
-        let mut problems: Vec<Error> =
-            [require_file_size().err(), require_files().err(), keeper.err()].into_iter().flatten().collect();
+        let mut problems: Vec<Error> = [require_files().err(), keeper.err()].into_iter().flatten().collect();
         let path = path.map_err(|problem| problems.push(problem)).unwrap_or_default();
         let Some(last) = problems.pop() else {
             let text = |report: &CheckReport, _| {
@@ -244,12 +203,8 @@ impl ServeOptions {
         Err(last.into())
     }
 
-    /// The socket's path. A restarted server does not need the folder, which may be removed.
     fn path(&self) -> vmmfd::Result<PathBuf> {
-        match &self.socket {
-            Some(path) if !Role::of_this_process().is_first() => Ok(path.clone()),
-            given => broker_socket_path(given.as_deref()),
-        }
+        broker_socket_path(self.socket.as_deref())
     }
 }
 
@@ -259,8 +214,8 @@ impl Tool for ServeOptions {
     const REPORTS: &'static [Named] =
         &[("serve", document::<Stamped<ServeReport>>), ("serve-check", document::<Stamped<CheckReport>>)];
 
-    fn restart(&self) -> Option<&Cancel> {
-        self.restart.as_ref()
+    fn on_hangup(&self) -> Option<&Cancel> {
+        self.leave.as_ref()
     }
 
     fn grace(&self) -> Duration {
@@ -290,24 +245,20 @@ impl Tool for ServeOptions {
         }
         config = with_limits(config, limits);
         config.keeper = self.keeper.clone().map(KeeperPath::Socket);
-        if let Some(restart) = &self.restart {
-            config = started_by_keeper(config, restart.clone());
+        if self.keeper.is_none() && !self.no_keeper {
+            config = with_own_keeper(config, output.arguments());
+        }
+        if let Some(leave) = &self.leave {
+            config = leaving(config, leave.clone());
         }
         let server = Server::bind(&path, config, cancel)?;
-        if Role::of_this_process().is_first() {
-            notify("READY=1");
-        }
-        if !is_restarted(&server) {
-            // A full disk must not stop the broker.
-            let line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
-            if let Err(error) = output.announce(line) {
-                tracing::warn!(%error, "cannot write to standard output");
-            }
+        notify("READY=1");
+        let line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
+        // A full disk must not stop the broker.
+        if let Err(error) = output.announce(line) {
+            tracing::warn!(%error, "cannot write to standard output");
         }
         let ended = server.run()?;
-        if cancel.check().is_ok() && self.restart.as_ref().is_some_and(|restart| restart.check().is_err()) {
-            return Ok(ToolOutput { text: String::new(), exit: Exit::Signal(libc::SIGHUP) });
-        }
         let report = ServeReport {
             socket: path.display().to_string(),
             pid: process::id(),

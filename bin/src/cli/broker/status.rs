@@ -6,14 +6,14 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Crash, DeviceBytes, HeldClaim, KeeperInfo, Metrics, Quota},
+    broker::{DeviceBytes, HeldClaim, KeeperInfo, Metrics, Quota},
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
 };
 
 use super::{
     MeetBroker, count,
-    fields::{age, field, time},
+    fields::{age, field},
     shown,
     who::by_device,
 };
@@ -26,10 +26,10 @@ use crate::{
 /// The time limit of NVML for all devices: NVML itself has none.
 const NVML_WAIT: Duration = Duration::from_secs(5);
 
-/// Shows a broker's processes, limits and last crashes
+/// Shows a broker's processes, limits and memory
 ///
 /// The memory of a device is shown as claimed by the makers and, if NVML loads, as used by all processes. The broker's user and root see
-/// the memory of all users and the names of lost versions; other users see only their own memory.
+/// the memory of all users; other users see only their own.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("shown"; 2 4 5 130))]
 pub(in super::super) struct StatusOptions {
@@ -157,36 +157,8 @@ fn render(report: &StatusReport, verbose: bool) -> String {
         let size = about(claimed.bytes);
         text += &field("device", format!("{device}: {size} claimed{}", reported.unwrap_or_default()));
     }
-    let lost = metrics.lost_versions.map(|lost| format!("; {} lost at the last one", count(lost, "version")));
-    text += &match metrics.restarts {
-        0 => field("restarts", "none"),
-        restarts => field("restarts", format!("{restarts}{}", lost.unwrap_or_default())),
-    };
-    if let Some([]) = metrics.crashes.as_deref() {
-        text += &field("crashes", "none");
-    }
-    for Crash { at_ms, process, pid, lost_versions, names } in metrics.crashes.iter().flatten() {
-        let process = match process.as_str() {
-            "both" => "server and keeper, pid",
-            "keeper" => "keeper, pid",
-            _ => "server, pid",
-        };
-        let lost = match lost_versions {
-            None => "everything was lost".to_owned(),
-            Some(0) => "nothing was lost".to_owned(),
-            Some(lost) => format!("lost {}: {}", count(*lost, "version"), named(names, *lost)),
-        };
-        text += &field("crash", format!("{}, {} ago: {process} {pid}; {lost}", time(*at_ms), age(*at_ms)));
-    }
+    text += &field("restarts", if metrics.restarts == 0 { "none".to_owned() } else { metrics.restarts.to_string() });
     text
-}
-
-/// The known names of lost versions, and the number of others.
-fn named(names: &[String], lost: u64) -> String {
-    let more = lost.saturating_sub(names.len() as u64);
-    let more =
-        (more > 0).then(|| if names.is_empty() { "not shown to this user".to_owned() } else { format!("{more} more") });
-    names.iter().cloned().chain(more).collect::<Vec<_>>().join(", ")
 }
 
 fn quota(of: Option<Quota>) -> String {

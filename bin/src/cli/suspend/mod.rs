@@ -345,7 +345,11 @@ fn check_ties(processes: &[&Process], own_copies: bool) -> Result<()> {
         }
         let mut reasons = Vec::new();
         if imported > 0 {
-            reasons.push(format!("has mapped {} of other processes{}", count(imported, "allocation"), leases_of(*pid)));
+            reasons.push(format!(
+                "holds or has mapped {} of other processes{}",
+                count(imported, "allocation"),
+                leases_of(*pid)
+            ));
         }
         if own > 0 {
             reasons.push(format!("has mapped {} of its own for others", count(own, "allocation")));

@@ -1,6 +1,11 @@
 //! The keeper in the simulation: its real descriptors and messages over a socket pair, without its loop, signals and listener.
 
-use std::{io, os::fd::OwnedFd, path::PathBuf, time::Duration};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use nix::poll::PollFlags;
 
@@ -8,12 +13,12 @@ use super::{
     super::{
         Link, Process, Store, Takeover, VERSION,
         link::take_over,
-        message::{Arrival, Message, receive, send},
+        message::{Arrival, Message, Piece, receive, send},
         peer::{pair, ready},
     },
-    Held, Image, KeeperProcess,
+    Entries, Held, KeeperProcess, Twin,
 };
-use crate::channel::Cancel;
+use crate::{broker::manifest::BROKER, channel::Cancel};
 
 /// A pair of sockets whose first end holds only a few messages.
 fn small_pair() -> (OwnedFd, OwnedFd) {
@@ -25,25 +30,37 @@ fn small_pair() -> (OwnedFd, OwnedFd) {
 /// A defect of the channel from the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::broker) enum KeeperFlaw {
-    IgnoresRemovals,
-    SwapsMessages,
-    LosesHold,
+    IgnoresReplacements,
+    IgnoresUpdates,
+    SwapsDescriptors,
+    LosesEntries,
+    ConfirmsEarly,
 }
 
 impl KeeperProcess {
     /// A keeper that holds nothing.
     pub(in crate::broker) fn simulated() -> Self {
-        let (image, held) = (Image::of_this_process().unwrap(), Held::new(Vec::new(), String::new()));
-        Self { image, held, server: None, newcomers: None, service: None, reload: None, notifies: false }
+        Self {
+            held: Held::new(Entries::default(), String::new()),
+            server: None,
+            newcomers: None,
+            twin: Twin::default(),
+            predecessor: None,
+            is_detached: false,
+            alone_since: Instant::now(),
+            awaits_server: false,
+            frees_at: None,
+            exit: None,
+        }
     }
 
     /// Ends it.
     pub(in crate::broker) fn kill(mut self) {
-        self.close_server();
+        self.cut_server();
     }
 
     /// Closes the connection. A fork of another test may hold a copy of the socket, and the server would see no end.
-    fn close_server(&mut self) {
+    fn cut_server(&mut self) {
         if let Some(server) = self.server.take() {
             let _ = rustix::net::shutdown(&server.socket, rustix::net::Shutdown::Both);
         }
@@ -52,8 +69,8 @@ impl KeeperProcess {
     /// Hands everything to a new server.
     pub(in crate::broker) fn hand_to_server(&mut self, cancel: &Cancel) -> Takeover {
         let (server, keeper) = small_pair();
-        self.replace_server(keeper, 1, VERSION, false);
-        let taken = take_over(server, Process::of(0), Link::Path(PathBuf::new()), cancel).unwrap();
+        self.replace_server(keeper, 0, VERSION, false);
+        let taken = take_over(server, Process::of(0), Link::to(Path::new("")), cancel).unwrap();
         // The keeper's listener reads the hello before it serves a connection.
         let hello = receive(&self.server.as_ref().expect("the previous server is gone").socket).unwrap();
         assert!(matches!(hello, Arrival::Message(Message::Hello { resends: false, .. }, _)));
@@ -66,7 +83,7 @@ impl KeeperProcess {
         store.start_over(server)?;
         match receive(&keeper)? {
             Arrival::Message(Message::Hello { version, resends }, _) => {
-                self.replace_server(keeper, 1, version, resends)
+                self.replace_server(keeper, 0, version, resends)
             }
             other => panic!("{other:?}"),
         }
@@ -86,15 +103,20 @@ impl KeeperProcess {
             Ok(Arrival::Message(message, fds)) => Some((message, fds)),
             _ => None,
         };
-        let mut messages = Vec::from_iter(next());
-        if flaw == KeeperFlaw::SwapsMessages {
-            messages.extend(next());
-            messages.reverse();
-        }
-        for (message, fds) in messages {
+        if let Some((message, mut fds)) = next() {
             match (&message, flaw) {
-                (Message::Remove(_), KeeperFlaw::IgnoresRemovals) => {}
-                (Message::Hold(names), KeeperFlaw::LosesHold) if !names[0].starts_with('.') => {}
+                (Message::Entry(piece), KeeperFlaw::IgnoresReplacements)
+                    if fds.is_empty() && !piece.is_update && self.held.iter().any(|(key, _)| key == piece.key) => {}
+                (Message::Entry(piece), KeeperFlaw::IgnoresUpdates) if piece.is_update => {}
+                (Message::Entry(piece), KeeperFlaw::LosesEntries) if piece.key != BROKER && !piece.is_update => {}
+                (Message::Entry(_), KeeperFlaw::SwapsDescriptors) => {
+                    fds.reverse();
+                    self.handle(message, fds).unwrap();
+                }
+                (Message::Entry(piece), KeeperFlaw::ConfirmsEarly) if piece.key != BROKER => {
+                    self.handle(Message::Sync(u64::MAX), Vec::new()).unwrap();
+                    self.close_server();
+                }
                 _ => self.handle(message, fds).unwrap(),
             }
         }
@@ -105,15 +127,10 @@ impl KeeperProcess {
         self.server.as_ref().is_some_and(|server| ready(&server.socket, PollFlags::POLLIN, Duration::ZERO))
     }
 
-    /// Closes the server's connection without reading the rest.
-    pub(in crate::broker) fn drop_unread(&mut self) {
-        self.close_server();
-    }
-
     /// Closes the server's connection, after the last message.
     pub(in crate::broker) fn hang_up(&mut self) {
         self.read_server(usize::MAX);
-        self.close_server();
+        self.cut_server();
     }
 
     pub(in crate::broker) fn has_server(&self) -> bool {
@@ -125,13 +142,36 @@ impl KeeperProcess {
         self.held.is_whole
     }
 
-    /// The names of the held descriptors.
-    pub(in crate::broker) fn names(&self) -> impl Iterator<Item = &str> {
-        self.held.iter().map(|(name, _)| name)
+    /// The held entries: key, manifest, number of descriptors.
+    pub(in crate::broker) fn entries(&self) -> impl Iterator<Item = (u64, &[u8], usize)> {
+        self.held.iter().map(|(key, entry)| (key, entry.manifest.as_slice(), entry.fds.len()))
     }
 
-    /// A copy of a held descriptor.
-    pub(in crate::broker) fn descriptor(&self, name: &str) -> Option<OwnedFd> {
-        self.held.iter().find(|(held, _)| *held == name).map(|(_, fd)| fd.try_clone_to_owned().unwrap())
+    /// Changes a bit of the last manifest.
+    pub(in crate::broker) fn damage_manifest(&mut self) {
+        self.held.change_last(|_, entry| {
+            let middle = entry.manifest.len() / 2;
+            entry.manifest[middle] ^= 1;
+        });
+    }
+
+    /// Forgets completed requests.
+    pub(in crate::broker) fn forget_requests(&mut self) {
+        let requests = self.held.iter().filter(|(key, entry)| *key != BROKER && entry.fds.is_empty());
+        let keys = requests.map(|(key, _)| key).collect::<Vec<_>>();
+        keys.into_iter().for_each(|key| self.held.remove(key));
+    }
+
+    /// Holds the last entry a second time.
+    pub(in crate::broker) fn repeat_entry(&mut self) {
+        let mut copy = None;
+        self.held.change_last(|key, entry| {
+            let fds = entry.fds.iter().map(|fd| fd.try_clone().unwrap()).collect::<Vec<_>>();
+            copy = Some((key + 1, entry.manifest.clone(), fds));
+        });
+        let Some((key, manifest, fds)) = copy else { return };
+        let descriptors = fds.len() as u8;
+        let piece = Piece { key, is_first: true, is_last: true, is_update: false, descriptors, manifest };
+        self.held.take(piece, fds).unwrap();
     }
 }

@@ -17,8 +17,11 @@ use nix::{
 use rustix::net::SendFlags;
 
 use crate::{
-    broker::server::state::caller::{Caller, ConnectionId, command_of, is_superuser},
-    channel::Listener,
+    broker::server::{
+        lengthen_queue, set_rights,
+        state::caller::{Caller, ConnectionId, command_of, is_superuser},
+    },
+    channel::{Cancel, Listener, SocketName},
     error::{Error, ErrorCode, Result},
     sys,
     wire::{Failure, broker::Message},
@@ -61,6 +64,22 @@ impl Admission {
         self.file.as_ref().is_some_and(|(path, at_start)| inode(path) != Some(*at_start))
     }
 
+    /// Listens at the path again.
+    ///
+    /// # Errors
+    /// All errors of [`Listener::bind_again`].
+    pub(super) fn listen_again(&mut self, cancel: &Cancel) -> Result<()> {
+        let rights = |file: &SocketName<'_>| set_rights(file, &self.allow_uids, &self.allow_gids);
+        self.listener.bind_again(rights, cancel)?;
+        lengthen_queue(&self.listener)?;
+        restrict(&self.listener);
+        if let Some((path, at_start)) = &mut self.file {
+            *at_start = inode(path).unwrap_or_default();
+        }
+        self.acceptable = true;
+        Ok(())
+    }
+
     /// Identifies the peer of a new connection by the credentials that the kernel recorded at connect time.
     ///
     /// # Errors
@@ -94,6 +113,13 @@ impl Admission {
         let message =
             format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.group_advice);
         Err(Rejected { code: ErrorCode::Refused, message })
+    }
+}
+
+/// Connections accept descriptors once their user is allowed. Before Linux 6.16, all connections accept them.
+pub(super) fn restrict(listener: &Listener) {
+    if let Err(error) = sys::pass_descriptors(listener.as_fd(), false) {
+        tracing::debug!(%error, "disallowed users can send descriptors before they are disconnected");
     }
 }
 

@@ -145,7 +145,7 @@ impl ClientConnection {
     /// Sends queued records.
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
-            let held = next.fds.iter().map(|id| objects.segment(*id));
+            let held = next.fds.iter().map(|id| objects.descriptor(*id));
             let fds: Vec<BorrowedFd<'_>> = held.chain(next.own.as_ref().map(AsFd::as_fd)).collect();
             match send_raw(&self.socket, &next.bytes, &fds) {
                 Ok(()) => {

@@ -1,41 +1,27 @@
 //! Holds NVIDIA device nodes open. Without persistence mode, the driver drops a device's state once no process has the device open, and
 //! memory that only descriptors keep is lost with it.
 
-use std::{collections::HashMap, fs, io, os::fd::OwnedFd};
+use std::{fs, io, os::fd::OwnedFd};
 
 use crate::{
-    broker::keeper::{Name, Store},
     error::{Error, Result},
     sys::above_standard,
 };
 
 const FOLDER: &str = "/dev";
 
-/// Opens the nodes of all devices and gives them to the keeper; if not `wanted`, releases inherited nodes. `inherited` are the keeper's
-/// nodes. Opening a node can take seconds while the driver initialises the device.
+/// Opens the nodes of all devices. Opening a node can take seconds while the driver initialises the device.
 ///
 /// # Errors
 /// [`Error::System`] if there is no node or it can't be opened.
-pub(crate) fn hold(store: &mut Store, mut inherited: HashMap<u8, OwnedFd>, wanted: bool) -> Result<Vec<(u8, OwnedFd)>> {
-    store.count(inherited.len());
-    let mut held = Vec::new();
-    let numbers = if wanted { numbers()? } else { Vec::new() };
-    for number in numbers {
-        let fd = match inherited.remove(&number) {
-            Some(fd) => fd,
-            None => {
-                let node = format!("{FOLDER}/nvidia{number}");
-                let failed = |error| Error::system(format!("hold {node} open"), error);
-                let opened = fs::OpenOptions::new().read(true).write(true).open(&node);
-                let fd = opened.and_then(|node| above_standard(node.into())).map_err(failed)?;
-                store.keep_own(Name::Device(number), fd.try_clone().map_err(failed)?);
-                fd
-            }
-        };
-        held.push((number, fd));
-    }
-    inherited.into_keys().for_each(|number| store.remove(Name::Device(number)));
-    Ok(held)
+pub(crate) fn open() -> Result<Vec<(u8, OwnedFd)>> {
+    let node = |number: u8| {
+        let node = format!("{FOLDER}/nvidia{number}");
+        let opened = fs::OpenOptions::new().read(true).write(true).open(&node);
+        let fd = opened.and_then(|node| above_standard(node.into()));
+        fd.map(|fd| (number, fd)).map_err(|error| Error::system(format!("hold {node} open"), error))
+    };
+    numbers()?.into_iter().map(node).collect()
 }
 
 /// The numbers of the existing nodes, ascending.

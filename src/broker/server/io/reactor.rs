@@ -14,13 +14,13 @@ use mio::{Events, Interest, Poll, Token as Key, Waker, unix::SourceFd};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::{
-    admission::Admission,
+    admission::{Admission, restrict},
     backlog::{Backlog, Released},
     closer::Closers,
     connections::Connections,
     finished::Finished,
     flight::Flight,
-    keeper::{KeeperLink, LoopContext, STORE},
+    keeper::{KEEPER, KeeperLink, LoopContext, STORE},
     timers::{Timer, Timers},
     worker::{MAX_CLOSING, Worker},
 };
@@ -34,7 +34,7 @@ use crate::{
             verbs::{connection, effects::Effects, list, publish, watch},
         },
     },
-    channel::{Cancel, CancelReason},
+    channel::Cancel,
     error::{Error, ErrorCode, Result, units::about},
     sys,
     wire::{HEADER_LENGTH, MAX_BODY},
@@ -43,7 +43,7 @@ use crate::{
 const LISTENER: Key = Key(0);
 const WAKER: Key = Key(1);
 const CANCEL: Key = Key(2);
-const RESTART: Key = Key(4);
+const LEAVE: Key = Key(4);
 
 /// How often to check for clients that do not read.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
@@ -87,15 +87,12 @@ impl Reactor {
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
         drop(occupied);
         let sources = [(admission.listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
-        let restart = keeper_link.restart_request().map(|restart| (restart.as_fd(), RESTART));
-        for (fd, key) in sources.into_iter().chain(restart) {
+        let leave = keeper_link.leave_request().map(|leave| (leave.as_fd(), LEAVE));
+        for (fd, key) in sources.into_iter().chain(leave) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
-        // Connections accept descriptors once their user is allowed. Before Linux 6.16, all connections accept them.
-        if let Err(error) = sys::pass_descriptors(admission.listener.as_fd(), false) {
-            tracing::debug!(%error, "disallowed users can send descriptors before they are disconnected");
-        }
+        restrict(&admission.listener);
         let (done, finished) = mpsc::channel();
         let worker = Worker::start(done.clone(), Arc::clone(&waker))?;
         keeper_link.register(&state, poll.registry()).map_err(failed("watch the keeper"))?;
@@ -117,20 +114,15 @@ impl Reactor {
         };
         reactor.feed_watchdog();
         reactor.timers.set(limits.file, Timer::SocketFile);
-        if reactor.state.objects.journal().restarts() > 0 || reactor.state.pending_versions.reserves_names {
+        if reactor.state.objects.awaits_clients() || reactor.state.changes.reserves_names {
             reactor.timers.set(limits.resume, Timer::Unresumed);
         }
         Ok(reactor)
     }
 
-    /// Whether it took over from a previous server.
-    pub(crate) fn is_restarted(&self) -> bool {
-        self.state.objects.journal().restarts() > 0
-    }
-
-    /// Stops the keeper of an embedded server that has no versions. Returns whether no keeper is left.
-    pub(crate) fn end_unused_keeper(&self) -> bool {
-        self.keeper_link.end_unused()
+    /// Whether this server has ended its keeper.
+    pub(crate) fn ended_keeper(&self) -> bool {
+        self.keeper_link.ended_keeper
     }
 
     /// Serves until cancelled. Returns the totals at that time. A fork's request to cancel could not wake the event loop.
@@ -144,7 +136,7 @@ impl Reactor {
             versions = total.counts.versions,
             leases = total.counts.leases,
             size = about(total.bytes),
-            restarts = self.state.objects.journal().restarts(),
+            restarts = self.state.objects.events().restarts(),
             "serving"
         );
         let mut events = Events::with_capacity(1024);
@@ -158,8 +150,10 @@ impl Reactor {
             self.state.objects.now = Time::now();
             self.take_events(&events);
             self.take_finished();
-            self.accept();
-            self.serve();
+            if !self.keeper_link.is_leaving(&self.state) {
+                self.accept();
+                self.serve();
+            }
             self.run_pending();
         }
         self.state.repeats.log();
@@ -171,10 +165,11 @@ impl Reactor {
             match event.token() {
                 LISTENER => self.admission.acceptable = true,
                 WAKER | CANCEL => {}
+                KEEPER => self.keeper_link.exited = true,
                 STORE => self.keeper_link.readable |= event.is_readable() || event.is_read_closed(),
-                RESTART => {
+                LEAVE => {
                     let (keeper_link, mut context) = self.keeper_link();
-                    keeper_link.start_shutdown(&mut context);
+                    keeper_link.start_leave(&mut context);
                 }
                 Key(key) => {
                     let id = ConnectionId(key as u64);
@@ -226,9 +221,8 @@ impl Reactor {
 
     /// The keeper, and the parts of the event loop that it uses.
     pub(super) fn keeper_link(&mut self) -> (&mut KeeperLink, LoopContext<'_>) {
-        let Self { keeper_link, state, timers, poll, admission, limits, cancel, .. } = self;
-        let (registry, listener) = (poll.registry(), &admission.listener);
-        (keeper_link, LoopContext { state, timers, registry, listener, limits, cancel })
+        let Self { keeper_link, state, timers, poll, limits, cancel, .. } = self;
+        (keeper_link, LoopContext { state, timers, registry: poll.registry(), limits, cancel })
     }
 
     fn should_stop(&mut self) -> bool {
@@ -243,7 +237,7 @@ impl Reactor {
 
     /// Sends queued messages to the keeper, and publishes confirmed versions.
     pub(super) fn sync_store(&mut self) {
-        if self.state.objects.store().keeper() == Keeper::None && self.state.pending_versions.queue.is_empty() {
+        if self.state.objects.store().keeper() == Keeper::None && self.state.changes.unconfirmed.is_empty() {
             return;
         }
         loop {
@@ -251,7 +245,7 @@ impl Reactor {
             keeper_link.flush(&mut context);
             self.state.keeper_pid = self.keeper_link.keeper_pid();
             let mut any = false;
-            self.with(|state, effects| any = publish::publish_confirmed(state, effects));
+            self.with(|state, effects| any = publish::complete_confirmed(state, effects));
             if !any {
                 return;
             }
@@ -264,7 +258,7 @@ impl Reactor {
         // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
         let (keeper_link, mut context) = self.keeper_link();
-        keeper_link.report_end(&mut context, total);
+        keeper_link.report_end(&mut context);
         if self.state.objects.store().keeper() == Keeper::None {
             for id in self.connections.ids() {
                 self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
@@ -291,8 +285,7 @@ impl Reactor {
         }
     }
 
-    /// Reports a lost socket file. If a keeper starts the servers, has it start another, which binds the path again. Creates a lost lock file
-    /// again.
+    /// Creates a lost socket file or lock file again.
     fn check_socket_file(&mut self) {
         if !self.admission.has_lost_file() {
             if self.admission.listener.has_lost_mark() {
@@ -304,22 +297,39 @@ impl Reactor {
             }
             return self.timers.set(self.limits.file, Timer::SocketFile);
         }
-        let restart = self.keeper_link.restart_request();
-        let remedy = match restart {
-            Some(_) => "restarting the server to bind the path again",
-            None => "restart this broker; connected clients are still served",
-        };
-        tracing::error!(
-            path = %self.admission.listener.path().display(),
-            "the socket's file was removed or replaced, so new clients can't connect: {remedy}"
-        );
-        if let Some(restart) = restart {
-            restart.cancel(CancelReason::Program);
+        let path = self.admission.listener.path().to_owned();
+        match self.listen_again() {
+            Ok(()) => {
+                tracing::error!(path = %path.display(), "the socket's file was removed or replaced: listening at its path again");
+                self.timers.set(self.limits.file, Timer::SocketFile);
+            }
+            Err(error) => tracing::error!(
+                path = %path.display(),
+                error = error.in_full(),
+                "the socket's file was removed or replaced, so new clients can't connect: restart this broker; connected clients are still served"
+            ),
         }
     }
 
+    fn listen_again(&mut self) -> Result<()> {
+        let failed = |error| Error::system("watch a descriptor", error);
+        // The keeper has a copy of the socket, so closing it would not end its registration.
+        let old = self.admission.listener.as_fd().try_clone_to_owned().map_err(failed)?;
+        self.admission.listen_again(&self.cancel)?;
+        let _ = self.poll.registry().deregister(&mut SourceFd(&old.as_raw_fd()));
+        let listener = self.admission.listener.as_fd();
+        let registered =
+            self.poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE);
+        registered.map_err(failed)?;
+        let copy = listener.try_clone_to_owned().map_err(failed)?;
+        self.state.objects.hold_socket(copy);
+        self.sync_store();
+        Ok(())
+    }
+
     fn poll_timeout(&self) -> Option<Duration> {
-        if self.admission.acceptable || self.connections.any_listed() || self.state.has_work() {
+        let can_serve = !self.keeper_link.is_leaving(&self.state);
+        if can_serve && (self.admission.acceptable || self.connections.any_listed()) || self.state.has_work() {
             return Some(Duration::ZERO);
         }
         let left = self.timers.first()?.saturating_duration_since(Instant::now());
@@ -333,11 +343,9 @@ impl Reactor {
         let now = self.state.objects.now.at;
         self.state.objects.clean_up_closed();
         self.state.objects.begin_turn();
-        self.state.objects.release_some();
         if self.backlog.any() && !self.is_behind() {
             self.receive_again();
         }
-        self.state.objects.continue_compaction();
         for _ in 0..TIMERS_PER_TURN {
             // In each iteration: a timer may release leases and so schedule expiries.
             self.schedule_expiries();
@@ -420,7 +428,7 @@ impl Reactor {
 
     /// Whether users must slow down because much memory is still to be closed.
     pub(super) fn is_behind(&self) -> bool {
-        self.state.objects.releasing() + self.worker.closing() > MAX_CLOSING
+        self.worker.closing() > MAX_CLOSING
     }
 
     /// Resumes reading from connections that waited for memory to be closed. Extends their users' suspended deadlines.

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use nix::unistd::geteuid;
 
-use super::refuse;
+use super::{objects::Seen, refuse};
 use crate::{
-    broker::catalogue::record::Seen,
     error::{BrokerError, RefusalCode},
     sys,
     wire::broker::{EventKind, Maker, Owner},

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{
     caller::ConnectionId,
-    objects::{NewPart, NewTable, Terms},
+    objects::{NewPart, NewTable, NewVersion, Terms},
     refuse,
 };
 use crate::{
@@ -34,19 +34,11 @@ pub(crate) struct Draft {
     pub(crate) requests: Vec<(ConnectionId, Token)>,
 }
 
+/// A put of some parts of a version.
 #[derive(Debug)]
 pub(crate) struct DraftPut {
     pub(crate) announced: Vec<String>,
-    pub(crate) terms: Terms,
-    pub(crate) metadata: Option<NewTable>,
-    pub(crate) parts: Vec<NewPart>,
-}
-
-impl DraftPut {
-    /// Bytes of memory and tables, as claimed.
-    pub(crate) fn bytes(&self) -> u64 {
-        bytes_of(&self.parts) + self.metadata.as_ref().map_or(0, NewTable::length)
-    }
+    pub(crate) version: NewVersion,
 }
 
 /// Bytes of memory and tables, as claimed.
@@ -88,17 +80,19 @@ impl Draft {
 
     /// Adds a checked put.
     pub(crate) fn add(&mut self, connection: ConnectionId, share: DraftPut) {
-        if let Some(metadata) = share.metadata {
+        let NewVersion { terms, metadata, parts } = share.version;
+        if let Some(metadata) = metadata {
             self.metadata = Some((connection, metadata));
         }
-        self.puts.push((connection, share.parts));
-        self.requests.extend(share.terms.requests.iter().map(|request| (connection, *request)));
+        self.puts.push((connection, parts));
+        self.requests.extend(terms.requests.iter().map(|request| (connection, *request)));
     }
 
     /// Checks that a user's put belongs to this draft.
     pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &DraftPut) -> Result<(), BrokerError> {
         let invalid = |message: String| refuse(RefusalCode::Invalid, message);
         let DraftKey { name, group } = key;
+        let NewVersion { terms, metadata, parts } = &share.version;
         let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
         if self.uid != uid {
             return refuse(
@@ -109,21 +103,21 @@ impl Draft {
         if !same(&self.announced, &share.announced) {
             return invalid(format!("other puts of group `{group}` announced different parts"));
         }
-        if (self.terms.replace, self.terms.if_version) != (share.terms.replace, share.terms.if_version) {
+        if (self.terms.replace, self.terms.if_version) != (terms.replace, terms.if_version) {
             return invalid(format!("other puts of group `{group}` replace a different version"));
         }
-        if self.terms.backend != share.terms.backend {
+        if self.terms.backend != terms.backend {
             return invalid(format!("other puts of group `{group}` have memory of a different backend"));
         }
-        if self.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(&share.parts) > MAX_SEGMENTS {
+        if self.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(parts) > MAX_SEGMENTS {
             return invalid(format!(
                 "the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object"
             ));
         }
-        if share.metadata.is_some() && self.metadata.is_some() {
+        if metadata.is_some() && self.metadata.is_some() {
             return invalid(format!("another put of group `{group}` already has metadata"));
         }
-        match share.parts.iter().find(|part| self.has(&part.name)) {
+        match parts.iter().find(|part| self.has(&part.name)) {
             Some(part) => refuse(RefusalCode::Exists, format!("part `{}` has already been put", part.name)),
             None => Ok(()),
         }

@@ -2,14 +2,12 @@
 //!
 //! | File | Contents |
 //! |---|---|
-//! | `objects/` | names, versions, leases, and their catalogue |
+//! | `objects/` | names, versions, leases, events; messages to the keeper |
 //! | `client` | each client's leases and pending request |
 //! | `upload`, `drafts` | unpublished puts |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
-//! | `segments`, `inspect` | kept descriptors, and the checks before a descriptor is kept |
 //! | `caller`, `quota`, `bounds`, `room` | users: permissions, limits, memory per request, descriptors |
-//! | `history`, `metrics`, `repeats` | crashes, metrics, and rate-limited log lines |
 //! | `time`, `random` | time of the current request; tokens |
 
 use crate::error::{BrokerError, RefusalCode};
@@ -19,7 +17,6 @@ pub(super) mod caller;
 pub(super) mod claims;
 pub(super) mod client;
 pub(super) mod drafts;
-pub(super) mod history;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;
@@ -28,7 +25,6 @@ pub(super) mod random;
 pub(super) mod repeats;
 pub(super) mod room;
 pub(super) mod root;
-pub(super) mod segments;
 pub(super) mod time;
 pub(super) mod upload;
 pub(super) mod waits;

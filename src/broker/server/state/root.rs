@@ -10,25 +10,27 @@ use super::{
     claims::Claims,
     client::{ClientState, PendingRequest},
     drafts::Drafts,
-    history::History,
     metrics::Metrics,
-    objects::{Objects, Staged, Terms},
+    objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
     waits::Waits,
     watchers::Watchers,
+};
+use crate::{
+    broker::keeper::Mark,
+    wire::broker::{Delete, Restore},
 };
 
 pub(crate) struct State {
     pub(crate) objects: Objects,
     pub(crate) clients: HashMap<ConnectionId, ClientState>,
     pub(crate) drafts: Drafts,
-    pub(crate) pending_versions: PendingVersions,
+    pub(crate) changes: Changes,
     pub(crate) waits: Waits,
     pub(crate) claims: Claims,
     pub(crate) watchers: Watchers,
     /// Clients whose listing continues in the next turn of the event loop.
     pub(crate) listings: VecDeque<ConnectionId>,
-    pub(crate) history: History,
     pub(crate) metrics: Metrics,
     pub(crate) repeats: RepeatLimiter,
     /// The keeper's process, if it is visible in this PID namespace.
@@ -39,39 +41,61 @@ pub(crate) struct State {
     pub(crate) emulated: bool,
 }
 
-/// Versions whose descriptors the keeper has not confirmed.
+/// Changes of names, and what they wait for.
 #[derive(Debug, Default)]
-pub(crate) struct PendingVersions {
-    /// Oldest first.
-    pub(crate) queue: VecDeque<PendingVersion>,
+pub(crate) struct Changes {
+    /// Changes that the keeper has not confirmed, oldest first.
+    pub(crate) unconfirmed: VecDeque<Unconfirmed>,
+    /// Changes of names that have an unconfirmed put, oldest first.
+    pub(crate) waiting: HashMap<String, VecDeque<Change>>,
     /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
     pub(crate) reserves_names: bool,
-    /// Versions under reserved names. They are published when the reservation expires.
-    pub(crate) reserved: Vec<PendingVersion>,
+    /// Puts of reserved names. They continue when the reservation expires.
+    pub(crate) reserved: Vec<ReadyPut>,
 }
 
-/// A version whose descriptors the keeper has not confirmed.
+/// A change that the keeper confirms when it has read everything before `mark`.
 #[derive(Debug)]
-pub(crate) struct PendingVersion {
+pub(crate) struct Unconfirmed {
+    pub(crate) mark: Mark,
+    pub(crate) kind: UnconfirmedKind,
+}
+
+#[derive(Debug)]
+pub(crate) enum UnconfirmedKind {
+    /// The version with this key.
+    Put { key: u64, name: String, makers: Vec<ConnectionId>, restore: Option<Restore> },
+    /// A client's request whose changes are done.
+    Request(ConnectionId),
+}
+
+/// A change of a name that has not begun.
+#[derive(Debug)]
+pub(crate) enum Change {
+    Put(ReadyPut),
+    Delete(ConnectionId, Delete),
+}
+
+/// A complete version, and the connections that put its parts.
+#[derive(Debug)]
+pub(crate) struct ReadyPut {
     pub(crate) makers: Vec<ConnectionId>,
-    pub(crate) terms: Terms,
-    pub(crate) staged: Staged,
+    pub(crate) version: NewVersion,
 }
 
 impl State {
     pub(crate) fn new(objects: Objects, timeout: Duration, emulated: bool) -> Self {
-        let watchers = Watchers::new(objects.journal().last_event());
+        let watchers = Watchers::new(objects.events().last_event());
         let metrics = Metrics::new(objects.now.ms);
         Self {
             objects,
             clients: HashMap::new(),
             drafts: Drafts::new(),
-            pending_versions: PendingVersions::default(),
+            changes: Changes::default(),
             waits: Waits::default(),
             claims: Claims::default(),
             watchers,
             listings: VecDeque::new(),
-            history: History::default(),
             metrics,
             repeats: RepeatLimiter::default(),
             keeper_pid: None,

@@ -7,9 +7,8 @@ use std::{
 
 use super::{
     caller::{ConnectionId, Reader},
-    objects::Journal,
+    objects::{Events, Seen},
 };
-use crate::broker::catalogue::record::Seen;
 
 /// A client's watch.
 #[derive(Debug)]
@@ -115,15 +114,15 @@ impl Watchers {
     }
 
     /// Queues the clients that new events concern.
-    pub(crate) fn queue_new_events(&mut self, journal: &Journal) {
-        let (forgotten, events) = journal.events_after(self.seen);
+    pub(crate) fn queue_new_events(&mut self, events: &Events) {
+        let (forgotten, new) = events.events_after(self.seen);
         if forgotten {
             self.queue_all();
         }
         if !self.members.is_empty() {
-            events.for_each(|seen| self.queue_for_event(seen));
+            new.for_each(|seen| self.queue_for_event(seen));
         }
-        self.seen = journal.last_event();
+        self.seen = events.last_event();
     }
 
     /// Queues the clients that an event concerns.

@@ -35,7 +35,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     }
     match client.request {
         PendingRequest::Upload(upload) => put::end_upload(state, effects, *upload),
-        PendingRequest::Parts(key) => parts::withdraw(state, id, &key),
+        PendingRequest::Parts(key) => parts::withdraw(state, effects, id, &key),
         _ => {}
     }
     state.objects.connection_closed(id, uid, client.leases, client.names);

@@ -1,23 +1,30 @@
 //! Deletes and recalls.
 
-use super::{effects::Effects, reply::answer};
+use super::{
+    effects::Effects,
+    publish::{answer_when_confirmed, change},
+    reply::refuse,
+};
 use crate::{
     broker::{
         name::check_name,
-        server::state::{caller::ConnectionId, root::State},
+        server::state::{
+            caller::ConnectionId,
+            root::{Change, State},
+        },
     },
-    wire::broker::{Delete, Done, Message, Recall},
+    wire::broker::{Delete, Recall},
 };
 
-pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: &Delete) {
-    let Some(client) = state.clients.get(&id) else { return };
-    let deleted =
-        check_name(&delete.name).and_then(|()| state.objects.delete(&client.caller, &delete.name, delete.request));
-    answer(state, effects, id, deleted.map(|()| Message::Done(Done {})));
+pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: Delete) {
+    match check_name(&delete.name) {
+        Ok(()) => change(state, effects, Change::Delete(id, delete)),
+        Err(refusal) => refuse(state, effects, id, refusal),
+    }
 }
 
 pub(crate) fn recall(state: &mut State, effects: &mut Effects, id: ConnectionId, recall: &Recall) {
     let Some(client) = state.clients.get(&id) else { return };
     let recalled = state.objects.recall(&client.caller, &recall.ids);
-    answer(state, effects, id, recalled.map(|()| Message::Done(Done {})));
+    answer_when_confirmed(state, effects, id, recalled);
 }

@@ -82,7 +82,7 @@ fn request(
         Message::List(message) => list(state, effects, id, &message),
         Message::Stat(message) => stat(state, effects, id, &message),
         Message::Who(message) => who(state, effects, id, message),
-        Message::Delete(message) => delete(state, effects, id, &message),
+        Message::Delete(message) => delete(state, effects, id, message),
         Message::Recall(message) => recall(state, effects, id, &message),
         Message::Resume(message) => resume(state, effects, id, message),
         Message::Watch(message) => watch(state, id, message),

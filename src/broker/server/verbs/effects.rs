@@ -3,10 +3,7 @@
 use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
 
 use crate::{
-    broker::{
-        catalogue::SegmentId,
-        server::state::{caller::ConnectionId, root::State},
-    },
+    broker::server::state::{caller::ConnectionId, objects::VersionFd, root::State},
     error::{ErrorCode, Result},
     wire::broker::Message,
 };
@@ -99,11 +96,11 @@ impl Effects {
     }
 }
 
-/// A record with its descriptors: `fds` are segments kept until it is sent, `own` is closed after sending.
+/// A record with its descriptors: `fds` belong to leased versions, `own` is closed after sending.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) bytes: Vec<u8>,
-    pub(crate) fds: Vec<SegmentId>,
+    pub(crate) fds: Vec<VersionFd>,
     pub(crate) own: Option<OwnedFd>,
     /// For a lease: the number of its segments sent up to and including this record.
     pub(crate) segments: u64,
@@ -112,7 +109,7 @@ pub(crate) struct Outgoing {
 impl Outgoing {
     /// # Errors
     /// [`crate::error::ProtocolError`] if the message is too long.
-    pub(crate) fn of(message: &Message, fds: Vec<SegmentId>) -> Result<Self> {
+    pub(crate) fn of(message: &Message, fds: Vec<VersionFd>) -> Result<Self> {
         let mut bytes = Vec::with_capacity(512);
         message.encode_into(&mut bytes)?;
         let segments = match message {

@@ -28,8 +28,8 @@ pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, s
     let Some(client) = state.clients.get(&id) else { return };
     let found = check_name(&stat.name).and_then(|()| state.objects.stat(&client.caller, stat));
     // Duplicate the descriptor: the name may be deleted before the reply is sent.
-    let found = found.and_then(|(info, segment)| {
-        let fd = segment.map(|segment| state.objects.segment(segment).try_clone_to_owned()).transpose();
+    let found = found.and_then(|(info, metadata)| {
+        let fd = metadata.map(|metadata| state.objects.descriptor(metadata).try_clone_to_owned()).transpose();
         let fd = fd.map_err(|error| {
             let message = format!("the broker has no free descriptor for the metadata: {error}");
             BrokerError::new(RefusalCode::Full, message)

@@ -18,17 +18,11 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
     let Counts { objects, versions, leases } = state.objects.counts();
     let (used, allowed) = state.objects.store().room();
     let (quota, total_quota) = state.objects.users().rules().limits();
-    let crashes = state.history.crashes().cloned().map(|mut crash| {
-        if !caller.is_superuser() {
-            crash.names.clear();
-        }
-        crash
-    });
     let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
     let measured = Measured {
-        instance: state.objects.journal().instance().to_owned(),
+        instance: state.objects.events().instance().to_owned(),
         started_ms: state.metrics.started_ms,
-        restarts: state.objects.journal().restarts(),
+        restarts: state.objects.events().restarts(),
         objects,
         versions,
         leases,
@@ -44,7 +38,6 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
         durations: state.metrics.durations().collect(),
         totals: state.objects.totals(&caller, TOTALS_BYTES),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
-        lost_versions: Some(state.objects.lost().versions),
         quota: Some(quota),
         total_quota: Some(total_quota),
         pid: Some(process::id()),
@@ -52,7 +45,6 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
             .keeper_pid
             .filter(|_| state.objects.store().is_greeted())
             .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
-        crashes: Some(crashes.collect()),
         claims: Some(claims(state, id, "")),
     };
     reply(state, effects, id, &Message::Measured(Box::new(measured)));

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use super::{effects::Effects, publish::store, reply::refuse};
+use super::{effects::Effects, publish::change, reply::refuse};
 use crate::{
     broker::server::state::{
         caller::{Caller, ConnectionId},
         client::PendingRequest,
         drafts::{Draft, DraftKey, DraftPut, bytes_of, descriptors_of},
-        objects::{NewPart, NewTable, Terms},
-        root::State,
+        objects::{NewPart, NewTable, NewVersion, Terms},
+        root::{Change, ReadyPut, State},
     },
     error::{BrokerError, RefusalCode},
 };
@@ -24,16 +24,17 @@ pub(crate) fn join(
     wait: Duration,
 ) {
     let (id, uid) = (caller.connection, caller.uid);
-    let key = DraftKey { name: share.terms.name.clone(), group };
+    let key = DraftKey { name: share.version.terms.name.clone(), group };
     let checked = state.drafts.get(&key).map_or(Ok(()), |draft| draft.check(&key, uid, &share));
     // Other puts may have arrived during the examination.
-    if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, share.bytes())) {
-        state.objects.discard(share.metadata, share.parts);
+    let bytes = share.version.bytes();
+    if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, bytes)) {
+        effects.close_fds(Some(uid), share.version.into_fds());
         return refuse(state, effects, id, refusal);
     }
-    state.objects.users().add_waiting(uid, share.bytes());
-    state.objects.users().reserve(uid, descriptors_of(&share.parts));
-    let new = || Draft::new(uid, &share.announced, &share.terms);
+    state.objects.users().add_waiting(uid, bytes);
+    state.objects.users().reserve(uid, descriptors_of(&share.version.parts));
+    let new = || Draft::new(uid, &share.announced, &share.version.terms);
     let draft = state.drafts.entry(key.clone()).or_insert_with(new);
     draft.add(id, share);
     let is_complete = draft.is_complete();
@@ -55,7 +56,7 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
     end_draft_usage(state, uid, metadata.as_ref(), &parts);
     parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
-    store(state, effects, makers, terms, metadata, parts);
+    change(state, effects, Change::Put(ReadyPut { makers, version: NewVersion { terms, metadata, parts } }));
 }
 
 /// Removes parts from the user's draft usage.
@@ -66,9 +67,9 @@ fn end_draft_usage(state: &mut State, uid: u32, metadata: Option<&NewTable>, par
 }
 
 /// Removes a client's parts from a draft.
-pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
+pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey) {
     let Some(draft) = state.drafts.get_mut(key) else { return };
-    let uid = draft.uid;
+    let (uid, terms) = (draft.uid, draft.terms.clone());
     let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
     draft.puts = stay;
     draft.requests.retain(|(of, _)| *of != id);
@@ -78,13 +79,13 @@ pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
     }
     let parts: Vec<NewPart> = gone.into_iter().flat_map(|(_, parts)| parts).collect();
     end_draft_usage(state, uid, metadata.as_ref(), &parts);
-    state.objects.discard(metadata, parts);
+    effects.close_fds(Some(uid), NewVersion { terms, metadata, parts }.into_fds());
 }
 
 /// Ends a client's wait for the other parts.
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
     let missing = state.drafts.get(key).map_or_else(String::new, |draft| draft.missing().join(", "));
-    withdraw(state, id, key);
+    withdraw(state, effects, id, key);
     let message = format!("`{}` is not published: the parts {missing} are missing", key.name);
     refuse(state, effects, id, BrokerError::new(code, message));
 }

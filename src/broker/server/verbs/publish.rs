@@ -1,4 +1,4 @@
-//! The last steps of a put: the keeper gets the descriptors, then the version is published.
+//! Changes of names: they begin in order, the keeper confirms them, then they take effect and are answered.
 
 use super::{
     effects::{Effect, Effects},
@@ -10,98 +10,156 @@ use crate::{
         server::state::{
             caller::ConnectionId,
             client::PendingRequest,
-            objects::{NewPart, NewTable, Terms},
-            root::{PendingVersion, State},
+            objects::{NewTable, NewVersion},
+            root::{Change, ReadyPut, State, Unconfirmed, UnconfirmedKind},
         },
         table::sealed,
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{MAX_INLINE_TOGETHER, Message, Published, Restore, Token},
+    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Token},
 };
 
-/// Gives the descriptors of a version to the keeper. The version is published once the keeper confirms them.
-pub(crate) fn store(
-    state: &mut State,
-    effects: &mut Effects,
-    makers: Vec<ConnectionId>,
-    terms: Terms,
-    mut metadata: Option<NewTable>,
-    mut parts: Vec<NewPart>,
-) {
-    let staged = match fit(&mut metadata, &mut parts) {
-        Ok(()) => state.objects.stage(metadata, parts),
-        Err(error) => {
-            state.objects.discard(metadata, parts);
-            let message = format!("the broker can't create a memfd for a table: {error}");
-            Err(BrokerError::new(RefusalCode::Full, message))
-        }
+/// Begins a change of a name. If a put of the name is unconfirmed, the change waits for it.
+pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
+    let (name, makers) = match &change {
+        Change::Put(put) => (&put.version.terms.name, put.makers.as_slice()),
+        Change::Delete(id, delete) => (&delete.name, std::slice::from_ref(id)),
     };
-    match staged {
-        Ok(staged) => {
-            makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
-            state.pending_versions.queue.push_back(PendingVersion { makers, terms, staged });
-            effects.push(Effect::Store);
+    makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
+    if state.objects.is_unconfirmed(name) {
+        let name = name.clone();
+        return state.changes.waiting.entry(name).or_default().push_back(change);
+    }
+    match change {
+        Change::Put(put) => begin_put(state, effects, put),
+        Change::Delete(id, delete) => {
+            let Some(client) = state.clients.get(&id) else { return };
+            let deleted = state.objects.delete(&client.caller, &delete.name, delete.request);
+            answer_when_confirmed(state, effects, id, deleted);
         }
-        Err(refusal) => reply_to_makers(state, effects, &makers, &Err(refusal)),
     }
 }
 
-/// Publishes the versions that the keeper has confirmed. Returns whether there were any.
-pub(crate) fn publish_confirmed(state: &mut State, effects: &mut Effects) -> bool {
-    let mut any = false;
-    while let Some(version) = state.pending_versions.queue.pop_front() {
-        if !state.objects.store().holds(version.staged.mark) {
-            state.pending_versions.queue.push_front(version);
-            break;
+/// Gives a version to the keeper.
+fn begin_put(state: &mut State, effects: &mut Effects, put: ReadyPut) {
+    let terms = &put.version.terms;
+    // The name's former owner may still restore it, and the broker no longer knows the owner.
+    let is_new = terms.restore.is_none() && state.objects.current_key(&terms.name).is_none();
+    if state.changes.reserves_names && is_new {
+        return state.changes.reserved.push(put);
+    }
+    let ReadyPut { makers, mut version } = put;
+    let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
+        return effects.close_fds(None, version.into_fds());
+    };
+    let terms = &version.terms;
+    // The first attempt of this request may have been completed meanwhile.
+    let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
+    if let Some(published) = terms.requests.iter().find_map(published_before) {
+        effects.close_fds(Some(caller.uid), version.into_fds());
+        return reply_to_makers(state, effects, &makers, &published);
+    }
+    let (name, restore) = (terms.name.clone(), terms.restore.clone());
+    match fit(&mut version).and_then(|()| state.objects.stage(&caller, version)) {
+        Ok(key) => {
+            let mark = state.objects.store().mark();
+            let kind = UnconfirmedKind::Put { key, name, makers, restore };
+            state.changes.unconfirmed.push_back(Unconfirmed { mark, kind });
+            effects.push(Effect::Store);
         }
+        Err(refusal) => {
+            // Another reader may have restored the version first.
+            let other = restore.and_then(|of| restored_version(state, caller.connection, &name, &of));
+            reply_to_makers(state, effects, &makers, &other.ok_or(refusal));
+        }
+    }
+}
+
+/// Answers a request once the keeper has its changes.
+pub(crate) fn answer_when_confirmed(
+    state: &mut State,
+    effects: &mut Effects,
+    id: ConnectionId,
+    result: Result<(), BrokerError>,
+) {
+    if let Err(refusal) = result {
+        answer(state, effects, id, Err(refusal));
+        return effects.push(Effect::Listen(id));
+    }
+    state.set_request(id, PendingRequest::Confirmation);
+    let mark = state.objects.store().mark();
+    state.changes.unconfirmed.push_back(Unconfirmed { mark, kind: UnconfirmedKind::Request(id) });
+    effects.push(Effect::Store);
+}
+
+/// Completes the changes that the keeper has confirmed. Returns whether there were any.
+pub(crate) fn complete_confirmed(state: &mut State, effects: &mut Effects) -> bool {
+    let mut any = false;
+    let is_confirmed = |state: &State| {
+        let first = state.changes.unconfirmed.front();
+        first.is_some_and(|change| state.objects.store().is_confirmed(change.mark))
+    };
+    while is_confirmed(state) {
+        let Some(Unconfirmed { kind, .. }) = state.changes.unconfirmed.pop_front() else { break };
         any = true;
-        publish(state, effects, version);
+        match kind {
+            UnconfirmedKind::Request(id) => {
+                answer(state, effects, id, Ok(Message::Done(Done {})));
+                effects.push(Effect::Listen(id));
+            }
+            UnconfirmedKind::Put { key, name, makers, restore } => {
+                publish(state, effects, key, &name, &makers, restore.as_ref());
+                continue_changes(state, effects, name);
+            }
+        }
     }
     any
 }
 
-/// Stops reserving names for clients that restore lost objects, and publishes the waiting versions.
-pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
-    state.pending_versions.reserves_names = false;
-    for version in std::mem::take(&mut state.pending_versions.reserved) {
-        publish(state, effects, version);
+/// Begins the changes that waited for a put of this name, up to the next put.
+fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
+    let mut waiting = state.changes.waiting.remove(&name).unwrap_or_default();
+    while !state.objects.is_unconfirmed(&name)
+        && let Some(next) = waiting.pop_front()
+    {
+        change(state, effects, next);
+    }
+    if !waiting.is_empty() {
+        state.changes.waiting.insert(name, waiting);
     }
 }
 
-fn publish(state: &mut State, effects: &mut Effects, version: PendingVersion) {
-    // The name's former owner may still restore it, and the broker no longer knows the owner.
-    let is_new = version.terms.restore.is_none() && state.objects.current_key(&version.terms.name).is_none();
-    if state.pending_versions.reserves_names && is_new {
-        return state.pending_versions.reserved.push(version);
+/// Stops reserving names for clients that restore lost objects, and continues the waiting puts.
+pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
+    state.changes.reserves_names = false;
+    for put in std::mem::take(&mut state.changes.reserved) {
+        change(state, effects, Change::Put(put));
     }
-    let PendingVersion { makers, terms, staged } = version;
-    let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
-        return state.objects.unstage(staged);
-    };
-    // The same request may be pending twice if its first connection broke.
-    let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
-    if let Some(published) = terms.requests.iter().find_map(published_before) {
-        state.objects.unstage(staged);
-        return reply_to_makers(state, effects, &makers, &published);
-    }
-    let result = state.objects.publish(&caller, &terms, staged);
-    if result.is_err() {
-        // Another reader restored the version first.
-        let restore = terms.restore.as_ref();
-        let other = restore.and_then(|of| restored_version(state, caller.connection, &terms.name, of));
-        return reply_to_makers(state, effects, &makers, &other.map_or(result, Ok));
-    }
-    if let Some(client) = state.clients.get_mut(&caller.connection) {
-        if state.objects.depends_on_maker(&terms.name) {
-            client.names.insert(terms.name.as_str().into());
+}
+
+fn publish(
+    state: &mut State,
+    effects: &mut Effects,
+    key: u64,
+    name: &str,
+    makers: &[ConnectionId],
+    restore: Option<&Restore>,
+) {
+    let caller = makers.iter().find_map(|id| state.caller(*id)).cloned();
+    let maker = caller.as_ref().map(|caller| caller.connection);
+    let Some(version) = state.objects.publish(key, maker) else { return };
+    if let Some(caller) = caller
+        && let Some(client) = state.clients.get_mut(&caller.connection)
+    {
+        if state.objects.depends_on_maker(name) {
+            client.names.insert(name.into());
         }
-        let key = state.objects.current_key(&terms.name);
-        if let (Some(restore), Some(key)) = (&terms.restore, key) {
+        if let Some(restore) = restore {
             client.leases.extend(state.objects.restore_leases(&caller, key, &restore.leases));
         }
     }
-    reply_to_makers(state, effects, &makers, &result);
-    published(state, effects, &terms.name);
+    reply_to_makers(state, effects, makers, &Ok(version));
+    published(state, effects, name);
 }
 
 /// Gives a client its leases of a version that another client has already restored, if it may restore the version itself.
@@ -130,15 +188,20 @@ fn reply_to_makers(
 }
 
 /// Moves tables into memfds until the remaining ones fit one record.
-fn fit(metadata: &mut Option<NewTable>, parts: &mut [NewPart]) -> std::io::Result<()> {
+fn fit(version: &mut NewVersion) -> Result<(), BrokerError> {
     let mut room = MAX_INLINE_TOGETHER;
-    for table in metadata.iter_mut().chain(parts.iter_mut().filter_map(|part| part.arrays.as_mut())) {
+    let arrays = version.parts.iter_mut().filter_map(|part| part.arrays.as_mut());
+    for table in version.metadata.iter_mut().chain(arrays) {
         let NewTable::Inline(text) = table else { continue };
         let length = text.as_str().len();
-        match room.checked_sub(length) {
-            Some(left) => room = left,
-            None => *table = NewTable::Memfd { fd: sealed(text.as_str())?, length: length as u64 },
+        if let Some(left) = room.checked_sub(length) {
+            room = left;
+            continue;
         }
+        let fd = sealed(text.as_str()).map_err(|error| {
+            BrokerError::new(RefusalCode::Full, format!("the broker can't create a memfd for a table: {error}"))
+        })?;
+        *table = NewTable::Memfd { fd, length: length as u64 };
     }
     Ok(())
 }

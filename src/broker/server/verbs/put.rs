@@ -8,12 +8,15 @@ use self::check::{Checked, Examination, Examined, ExaminedPut, check, invalid};
 use super::{
     effects::{Effect, Effects, Step, Work, work},
     parts,
-    publish::{restored_version, store},
+    publish::{change, restored_version},
     reply::{answer, refuse, reply},
 };
 use crate::{
     broker::server::state::{
-        caller::ConnectionId, client::PendingRequest, drafts::DraftPut, room::DescriptorRoom, root::State,
+        caller::ConnectionId,
+        client::PendingRequest,
+        room::DescriptorRoom,
+        root::{Change, ReadyPut, State},
         upload::ReceivedPut,
     },
     error::BrokerError,
@@ -157,13 +160,10 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
 fn finish_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: ExaminedPut) {
     let ExaminedPut { share, group, wait } = prepared;
     let Some(caller) = state.caller(id).cloned() else {
-        return state.objects.discard(share.metadata, share.parts);
+        return effects.close_fds(None, share.version.into_fds());
     };
-    match group.filter(|_| share.announced.len() > share.parts.len()) {
+    match group.filter(|_| share.announced.len() > share.version.parts.len()) {
         Some(group) => parts::join(state, effects, &caller, group, share, wait),
-        None => {
-            let DraftPut { terms, metadata, parts, .. } = share;
-            store(state, effects, vec![id], terms, metadata, parts);
-        }
+        None => change(state, effects, Change::Put(ReadyPut { makers: vec![id], version: share.version })),
     }
 }

@@ -1,7 +1,7 @@
 //! Tests verbs as functions from requests to effects.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
     time::Duration,
@@ -11,7 +11,7 @@ use super::{
     connection::{all_sent, connected, deadline_passed, disconnected, work_done},
     dispatch::handle,
     effects::{Effect, Effects},
-    publish::publish_confirmed,
+    publish::complete_confirmed,
     watch::send_events,
 };
 use crate::{
@@ -46,8 +46,7 @@ struct Fixture {
 
 impl Fixture {
     fn new() -> Self {
-        let objects =
-            Objects::restore(Time::now(), Rules::default(), Store::none(), [None, None], HashMap::new()).unwrap();
+        let objects = Objects::restore(Time::now(), Rules::default(), Store::none(), BTreeMap::new());
         Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
     }
 
@@ -90,7 +89,7 @@ impl Fixture {
         while let Some(effect) = effects.0.pop_front() {
             match effect {
                 Effect::Store => {
-                    publish_confirmed(&mut self.state, &mut effects);
+                    complete_confirmed(&mut self.state, &mut effects);
                 }
                 Effect::Send { client, .. } => {
                     all_sent(&mut self.state, client);
@@ -227,7 +226,7 @@ fn get_returns_published_put() {
     let Effect::Send { records, .. } = seen.0.iter().find(|of| matches!(of, Effect::Send { .. })).unwrap() else {
         unreachable!()
     };
-    let fd = test.state.objects.segment(records[0].fds[0]);
+    let fd = test.state.objects.descriptor(records[0].fds[0]);
     assert!(memfd::inspect(fd.as_fd(), GRANULARITY).is_ok());
 }
 
@@ -324,8 +323,8 @@ fn watch_gets_events_of_prefix() {
             other => panic!("{other:?}"),
         });
         let names = events.flatten().map(|event| (event.kind, event.name)).collect::<Vec<_>>();
-        test.put(maker, &format!("a/{}", test.state.objects.journal().last_event()), "");
-        test.put(maker, &format!("b/{}", test.state.objects.journal().last_event()), "");
+        test.put(maker, &format!("a/{}", test.state.objects.events().last_event()), "");
+        test.put(maker, &format!("b/{}", test.state.objects.events().last_event()), "");
         names
     };
     assert_eq!(next(), []);
@@ -378,7 +377,9 @@ fn resume_moves_leases() {
     let after = test.client();
     test.put(maker, "a", "");
     let (token, _) = test.get(before, "a", "").lease(before);
-    let resume = serde_json::json!({ "leases": [token, Token([1; 16])], "puts": [] });
+    let resume = serde_json::json!({
+        "leases": [{ "token": token, "id": "", "size": 0 }, { "token": Token([1; 16]), "id": "", "size": 0 }]
+    });
     let seen = test.ask(after, Message::Resume(serde_json::from_value(resume).unwrap()));
     let Message::Resumed(resumed) = seen.message(after) else { panic!() };
     assert_eq!(resumed.lost, [Token([1; 16])]);
@@ -402,9 +403,9 @@ fn group_parts_are_published_together() {
     assert_eq!(seen.published(first), seen.published(second));
     // Disconnecting withdraws the client's part.
     test.put(first, "b", &format!("x|{group}"));
-    disconnected(&mut test.state, &mut Effects::default(), first);
+    let seen = test.run(|state, effects| disconnected(state, effects, first));
     assert!(test.state.drafts.is_empty());
-    assert_eq!(test.state.objects.take_garbage().len(), 2);
+    assert!(seen.0.iter().any(|effect| matches!(effect, Effect::CloseFds { fds, .. } if fds.len() == 1)));
 }
 
 #[test]

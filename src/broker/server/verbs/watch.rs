@@ -19,13 +19,13 @@ const PAGE_BYTES: usize = 48 * 1024;
 /// Starts a watch.
 pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    let journal = state.objects.journal();
-    let other = watch.instance.as_ref().is_some_and(|instance| instance != journal.instance());
+    let known = state.objects.events();
+    let other = watch.instance.as_ref().is_some_and(|instance| instance != known.instance());
     let (after, lost) = match watch.after {
         // Another instance numbers its events differently: treat all known events as new.
         _ if other => (0, true),
-        Some(after) => (after.min(journal.last_event()), false),
-        None => (journal.last_event(), false),
+        Some(after) => (after.min(known.last_event()), false),
+        None => (known.last_event(), false),
     };
     state.watchers.add(id, &watch.prefix, client.caller.reader(watch.recalls));
     let watching = WatchState { prefix: watch.prefix, after, new: true, lost, unsent: false };
@@ -34,7 +34,7 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
 
 /// Sends new events to watching clients, within the budget of one turn.
 pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
-    state.watchers.queue_new_events(state.objects.journal());
+    state.watchers.queue_new_events(state.objects.events());
     let mut left = WORK_PER_TURN;
     while left > 0
         && let Some((id, skip)) = state.watchers.next()
@@ -62,12 +62,12 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
         return 1;
     }
     watching.after = watching.after.max(skip);
-    let journal = state.objects.journal();
-    let (forgotten, events) = journal.events_after(watching.after);
+    let known = state.objects.events();
+    let (forgotten, events) = known.events_after(watching.after);
     let lost = watching.lost || forgotten;
     let mut page = Vec::<Event>::new();
     let mut length = 0;
-    let mut next = journal.last_event();
+    let mut next = known.last_event();
     let mut work = 1;
     let reader = state.watchers.reader(id);
     for seen in events {
@@ -86,7 +86,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
     let silent = page.is_empty() && !watching.new && !lost;
     (watching.after, watching.new, watching.lost) = (next, false, false);
     if !silent {
-        let events = Events { instance: journal.instance().to_owned(), lost, events: page, next };
+        let events = Events { instance: known.instance().to_owned(), lost, events: page, next };
         match Outgoing::of(&Message::Events(events), Vec::new()) {
             Ok(record) => {
                 // The next record follows after the socket has accepted this one. A client that does not read costs nothing.
@@ -97,7 +97,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
             Err(error) => tracing::error!(error = error.in_full(), "cannot encode events"),
         }
     }
-    if next < journal.last_event() {
+    if next < known.last_event() {
         state.watchers.enqueue(id);
     } else {
         state.watchers.set_idle(id);

@@ -1,13 +1,10 @@
 //! A copy of the objects for the simulation, and the checks that their tables agree.
 
-use std::{collections::BTreeMap, fs::File};
+use std::collections::BTreeMap;
 
-use super::{Objects, segments_of};
+use super::{Objects, VersionFd};
 use crate::{
-    broker::{
-        catalogue::{SegmentId, record},
-        server::state::caller::ConnectionId,
-    },
+    broker::{keeper::Source, manifest::BROKER, server::state::caller::ConnectionId},
     wire::broker::{Lifetime, Token},
 };
 
@@ -29,14 +26,16 @@ pub(in crate::broker::server) struct AuditedVersion {
     pub(in crate::broker::server) lifetime: Lifetime,
     pub(in crate::broker::server) requests: Vec<Token>,
     /// Each part with its segments.
-    pub(in crate::broker::server) parts: Vec<(String, Vec<SegmentId>)>,
+    pub(in crate::broker::server) parts: Vec<(String, Vec<VersionFd>)>,
+    /// Whether clients of the previous server may still resume leases of it.
+    pub(in crate::broker::server) is_awaited: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::broker::server) struct AuditedLease {
     pub(in crate::broker::server) key: u64,
     pub(in crate::broker::server) uid: u32,
-    pub(in crate::broker::server) holder: Option<ConnectionId>,
+    pub(in crate::broker::server) holder: ConnectionId,
     /// Whether its connection has closed, and only its cleanup is due.
     pub(in crate::broker::server) is_closing: bool,
 }
@@ -51,11 +50,10 @@ pub(in crate::broker::server) struct Audit {
 }
 
 impl Objects {
-    /// Checks the tables, and copies the objects. `unpublished` are the segments of puts that wait for the keeper.
-    pub(in crate::broker::server) fn audit(&self, unpublished: &[SegmentId]) -> Result<Audit, String> {
+    /// Checks the tables, and copies the objects.
+    pub(in crate::broker::server) fn audit(&self) -> Result<Audit, String> {
         let audit = self.copy();
         self.check_leases(&audit)?;
-        self.check_segments(unpublished)?;
         self.check_users(&audit)?;
         Ok(audit)
     }
@@ -63,9 +61,13 @@ impl Objects {
     /// Copies the objects.
     pub(in crate::broker::server) fn copy(&self) -> Audit {
         let mut audit = Audit::default();
-        let part = |part: &record::Part| (part.name.clone(), part.segments.iter().map(|(id, _)| *id).collect());
         for (key, version) in &self.versions {
             let record = &version.record;
+            let parts = record.parts.iter().zip(record.places()).map(|(part, place)| {
+                let first = place.first_segment;
+                let fds = (first..first + part.sizes.len()).map(|at| VersionFd { key: *key, at });
+                (part.name.clone(), fds.collect())
+            });
             let name = self.names.get(record.name.as_str());
             let name = name.filter(|name| name.versions.get(&record.version) == Some(key));
             let audited = AuditedVersion {
@@ -73,21 +75,22 @@ impl Objects {
                 number: record.version,
                 id: record.id.clone(),
                 owner: name.map_or(record.owner.uid, |name| name.owner.uid),
-                payer: version.payer(),
-                bytes: version.bytes(),
-                named: version.named && name.is_some(),
+                payer: record.payer(),
+                bytes: record.memory(),
+                named: !record.is_unnamed && name.is_some(),
                 kept: name.is_some_and(|name| name.keeps(record.version)),
                 keep: name.map_or(0, |name| name.keep),
                 leases: version.leases,
                 lifetime: name.map_or(record.lifetime, |name| name.lifetime),
                 requests: record.requests.clone(),
-                parts: record.parts.iter().map(part).collect(),
+                parts: parts.collect(),
+                is_awaited: self.is_awaited(*key),
             };
             audit.versions.insert(*key, audited);
         }
         let closing = self.closed_connections.iter().flat_map(|closed| &closed.leases).collect::<Vec<_>>();
         for (token, held) in &self.leases {
-            let (key, uid, holder) = (held.record.key, held.record.uid, held.holder);
+            let (key, uid, holder) = (held.key, held.reader.uid, held.holder);
             audit.leases.insert(*token, AuditedLease { key, uid, holder, is_closing: closing.contains(&token) });
         }
         audit.makers = self.names.iter().map(|(name, entry)| (name.to_string(), entry.maker)).collect();
@@ -107,7 +110,7 @@ impl Objects {
             }
         }
         for (name, entry) in &self.names {
-            let is_named = |key| self.versions.get(key).is_some_and(|version| version.named);
+            let is_named = |key| self.versions.get(key).is_some_and(|version| !version.record.is_unnamed);
             if !entry.versions.values().all(is_named) {
                 return Err(format!("`{name}` has a version that is gone or has lost its name"));
             }
@@ -115,19 +118,6 @@ impl Objects {
             if entry.versions.is_empty() || entry.leases != of_name.sum::<u64>() {
                 return Err(format!("`{name}` counts {} leases of {} versions", entry.leases, entry.versions.len()));
             }
-        }
-        Ok(())
-    }
-
-    /// Each descriptor is held for a version, an unpublished put, or a version that was just dropped, and counts these uses.
-    fn check_segments(&self, unpublished: &[SegmentId]) -> Result<(), String> {
-        let mut uses = BTreeMap::<SegmentId, u64>::new();
-        let used = self.versions.values().flat_map(|version| segments_of(&version.record));
-        let used = used.chain(self.releasing.iter().map(|(_, id)| *id)).chain(unpublished.iter().copied());
-        used.for_each(|id| *uses.entry(id).or_default() += 1);
-        let held = self.segments.references().collect::<BTreeMap<_, _>>();
-        if uses != held {
-            return Err(format!("the segments have the uses {uses:?}, but {held:?} are counted"));
         }
         Ok(())
     }
@@ -142,6 +132,11 @@ impl Objects {
         }
         for version in audit.versions.values() {
             want.entry(version.payer).or_default()[2] += version.bytes;
+        }
+        for version in self.unconfirmed.values() {
+            let new = u64::from(!self.names.contains_key(version.record.name.as_str()));
+            want.entry(version.record.owner.uid).or_default()[0] += new;
+            want.entry(version.record.payer()).or_default()[2] += version.record.memory();
         }
         for total in self.users.totals(None, 1 << 20) {
             let bytes = total.devices.iter().map(|device| device.bytes).sum();
@@ -160,33 +155,29 @@ impl Objects {
     }
 
     pub(in crate::broker::server) fn user_of_lease(&self, token: Token) -> Option<u32> {
-        self.leases.get(&token).map(|held| held.record.uid)
+        self.leases.get(&token).map(|held| held.reader.uid)
     }
 
-    /// The names of all held segments in the keeper.
-    pub(in crate::broker::server) fn segment_names(&self) -> impl Iterator<Item = String> {
-        self.segments.ids().map(SegmentId::name)
+    /// Whether a version with this id exists, and clients of the previous server may resume leases of it.
+    pub(in crate::broker::server) fn awaits(&self, id: &str) -> bool {
+        self.ids.get(id).is_some_and(|key| self.is_awaited(*key) && self.versions.contains_key(key))
     }
 
-    /// Descriptors reserved for unpublished puts.
+    /// The entries that the keeper must have: key, manifest, number of descriptors.
+    pub(in crate::broker::server) fn entries(&self) -> impl Iterator<Item = (u64, Vec<u8>, usize)> {
+        let versions = self.versions.keys().chain(self.unconfirmed.keys()).copied();
+        let keys = std::iter::once(BROKER).chain(self.events.keys()).chain(versions);
+        keys.filter_map(|key| self.manifest(key).map(|(manifest, fds)| (key, manifest, fds)))
+    }
+
+    /// The users and bytes of versions that the keeper has not confirmed.
+    pub(in crate::broker::server) fn unconfirmed(&self) -> impl Iterator<Item = (u32, u64)> {
+        self.unconfirmed.values().map(|version| (version.record.payer(), version.record.memory()))
+    }
+
+    /// The descriptors of unpublished versions that the keeper does not have yet, as counted.
     pub(in crate::broker::server) fn reserved(&self) -> usize {
-        self.users.reserved()
-    }
-
-    /// The log's memfd, and its length.
-    pub(in crate::broker::server) fn log(&self) -> (File, u64) {
-        let file = File::from(self.journal.log().as_fd().try_clone_to_owned().unwrap());
-        let length = file.metadata().unwrap().len();
-        (file, length)
-    }
-
-    /// Starts to rewrite the log, however short it is.
-    pub(in crate::broker::server) fn compact_short_log(&mut self) {
-        let ready = self.compaction.is_none() && self.journal.can_compact(&self.store);
-        if !ready || !self.pending_drops.is_empty() {
-            return;
-        }
-        let rewrite = self.journal.begin_compaction(&mut self.store).unwrap();
-        self.compaction = Some(super::Compaction::new(rewrite, self.last_key, self.last_lease));
+        let held = self.versions.values().chain(self.unconfirmed.values()).map(|version| version.fds.len());
+        self.users.descriptors() - held.sum::<usize>()
     }
 }

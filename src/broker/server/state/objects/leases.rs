@@ -2,19 +2,19 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use super::{Held, Name, Objects, Version, write_failed};
+use super::{Objects, Version, event, events::Seen};
 use crate::{
     broker::{
-        catalogue::{Record, record},
+        manifest::Report,
         server::state::{
-            caller::{Caller, ConnectionId},
+            caller::{Caller, ConnectionId, Right},
             random::random,
             refuse,
         },
     },
     error::{BrokerError, RefusalCode},
     wire::{
-        broker::{Lifetime, Maker, Resume, Token},
+        broker::{EventKind, Maker, Resume, ResumedLease, Token},
         shorten,
     },
 };
@@ -29,8 +29,24 @@ pub(crate) struct Resumption {
     pub(crate) lost: Vec<Token>,
 }
 
-/// The most bytes of a report.
+/// The most bytes of a report, and the most reports of a version.
 const MAX_REPORT: usize = 256;
+const MAX_REPORTS: usize = 16;
+
+/// A lease.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) number: u64,
+    /// The version's key.
+    pub(super) key: u64,
+    pub(super) reader: Maker,
+    /// The time of the grant, in milliseconds since 1970.
+    pub(super) since_ms: u64,
+    /// How many bytes of the version it covers.
+    pub(super) size: u64,
+    /// The connection that holds it.
+    pub(super) holder: ConnectionId,
+}
 
 /// A closed connection whose leases and names are still to be cleaned up.
 #[derive(Debug)]
@@ -46,62 +62,59 @@ impl Objects {
     /// Leases `bytes` bytes of a version.
     pub(crate) fn lease(&mut self, caller: &Caller, key: u64, bytes: u64) -> Result<Token, BrokerError> {
         let token = Token(random());
-        self.log_lease(caller, token, key, bytes)?;
+        self.add_lease(caller, token, key, bytes)?;
         Ok(token)
     }
 
-    fn log_lease(&mut self, caller: &Caller, token: Token, key: u64, size: u64) -> Result<(), BrokerError> {
+    fn add_lease(&mut self, caller: &Caller, token: Token, key: u64, size: u64) -> Result<(), BrokerError> {
         self.users.check_lease(caller.uid)?;
-        let Maker { pid, uid, command } = caller.describe();
-        let record = record::Lease { token, key, uid, pid, command, since_ms: self.now.ms, size };
-        self.write(&Record::Leased(record.clone())).map_err(write_failed)?;
-        self.add_lease(record, Some(caller.connection));
+        let Some(version) = self.versions.get_mut(&key) else { return Ok(()) };
+        self.users.add_lease(caller.uid);
+        self.last_lease += 1;
+        version.leases += 1;
+        if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| !version.record.is_unnamed) {
+            name.leases += 1;
+        }
+        self.readers.add_lease(&version.record, caller.uid, self.last_lease, token);
+        let (reader, since_ms) = (caller.describe(), self.now.ms);
+        let held = Held { number: self.last_lease, key, reader, since_ms, size, holder: caller.connection };
+        self.leases.insert(token, held);
+        self.publish_lease(EventKind::Leased, token);
         Ok(())
     }
 
-    /// Adds a lease that the log contains.
-    pub(crate) fn add_lease(&mut self, record: record::Lease, holder: Option<ConnectionId>) {
-        let (token, key) = (record.token, record.key);
-        self.last_lease += 1;
-        self.users.add_lease(record.uid);
-        if let Some(version) = self.versions.get_mut(&key) {
-            version.leases += 1;
-            if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| version.named) {
-                name.leases += 1;
-            }
-            self.readers.add_lease(&version.record, record.uid, self.last_lease, token);
-        }
-        self.leases.insert(token, Held { number: self.last_lease, record, holder });
+    /// Publishes the event of a lease's beginning or end.
+    fn publish_lease(&mut self, kind: EventKind, token: Token) {
+        let Some(held) = self.leases.get(&token) else { return };
+        let Some(version) = self.versions.get(&held.key) else { return };
+        let Seen { mut event, owner, mode } = event(kind, &version.record, self.now.ms, &held.reader);
+        event.size = Some(held.size);
+        self.events.publish(Seen { event, owner, mode });
     }
 
     pub(crate) fn end_lease(&mut self, token: Token) {
-        if !self.leases.contains_key(&token) {
-            return;
-        }
-        // If the log lacks this record, the lease returns after a crash and then expires: no process has its token.
-        if let Err(error) = self.write(&Record::Ended { token, at_ms: self.now.ms }) {
-            tracing::error!(%error, "cannot record the end of a lease");
-        }
+        self.publish_lease(EventKind::Ended, token);
         let Some(key) = self.forget_lease(token) else { return };
         let Some(version) = self.versions.get(&key) else { return };
-        let name = version.named.then(|| version.record.name.clone());
+        let name = (!version.record.is_unnamed).then(|| version.record.name.clone());
         if version.leases == 0 {
             self.drop_unless_kept(key);
         }
         name.iter().for_each(|name| self.note_expiry(name));
-        self.compact();
     }
 
-    /// Removes a lease from memory. Returns the key of its version.
-    pub(crate) fn forget_lease(&mut self, token: Token) -> Option<u64> {
+    /// Removes a lease. Returns the key of its version.
+    fn forget_lease(&mut self, token: Token) -> Option<u64> {
         let held = self.leases.remove(&token)?;
-        self.users.remove_lease(held.record.uid);
-        let version = self.versions.get_mut(&held.record.key)?;
-        self.readers.remove_lease(&version.record, held.record.uid, held.number);
+        self.users.remove_lease(held.reader.uid);
+        let version = self.versions.get_mut(&held.key)?;
+        self.readers.remove_lease(&version.record, held.reader.uid, held.number);
         version.leases -= 1;
         // The recall is complete: it does not concern later leases.
-        version.recalled &= version.leases > 0;
-        if version.named
+        if version.leases == 0 && std::mem::take(&mut version.record.is_recalled) {
+            self.store.update(held.key);
+        }
+        if !version.record.is_unnamed
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
             entry.leases -= 1;
@@ -109,43 +122,47 @@ impl Objects {
                 entry.idle_since = self.now.at;
             }
         }
-        Some(held.record.key)
+        Some(held.key)
     }
 
     pub(crate) fn holder(&self, token: Token) -> Option<ConnectionId> {
-        self.leases.get(&token)?.holder
+        self.leases.get(&token).map(|held| held.holder)
     }
 
     /// Leases a restored version under its former tokens. Returns the tokens that were accepted.
     pub(crate) fn restore_leases(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
-        let size = self.versions.get(&key).map_or(0, Version::bytes);
+        let size = self.versions.get(&key).map_or(0, |version| version.record.memory());
         let mut accepted = tokens.to_vec();
-        accepted.retain(|token| !self.leases.contains_key(token) && self.log_lease(caller, *token, key, size).is_ok());
+        accepted.retain(|token| !self.leases.contains_key(token) && self.add_lease(caller, *token, key, size).is_ok());
         accepted
     }
 
     /// Moves a client's leases and puts to this connection. Tokens that are not the caller's are returned as lost.
     pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> Resumption {
         let mut taken = Resumption::default();
-        for token in &resume.leases {
-            match self.leases.get_mut(token).filter(|held| held.record.uid == caller.uid) {
-                Some(held) => {
-                    let before = held.holder.replace(caller.connection).filter(|before| *before != caller.connection);
-                    taken.before.extend(before.map(|before| (before, *token)));
-                    taken.leases.push(*token);
+        for lease in &resume.leases {
+            let token = lease.token;
+            let is_taken = match self.leases.get_mut(&token) {
+                Some(held) if held.reader.uid == caller.uid => {
+                    let before = std::mem::replace(&mut held.holder, caller.connection);
+                    taken.before.extend(Some((before, token)).filter(|_| before != caller.connection));
+                    true
                 }
-                None => taken.lost.push(*token),
-            }
+                Some(_) => false,
+                None => self.resume_after_restart(caller, lease),
+            };
+            let list = if is_taken { &mut taken.leases } else { &mut taken.lost };
+            list.push(token);
         }
         for request in &resume.puts {
             let version = self.requests.get(request).and_then(|key| self.versions.get(key));
-            let version = version.filter(|version| version.payer() == caller.uid);
+            let version = version.filter(|version| version.record.payer() == caller.uid);
             let Some(version) = version else {
                 taken.lost.push(*request);
                 continue;
             };
-            let (key, name) = (version.record.key, &version.record.name);
-            if let Some(entry) = self.names.get_mut(name.as_str()).filter(|entry| entry.current() == Some(key)) {
+            let (key, name) = (self.requests.get(request).copied(), &version.record.name);
+            if let Some(entry) = self.names.get_mut(name.as_str()).filter(|entry| entry.current() == key) {
                 entry.maker = Some(caller.connection);
                 taken.names.push(name.as_str().into());
             }
@@ -153,23 +170,14 @@ impl Objects {
         taken
     }
 
-    /// Ends leases and makers' names of the previous server that no client has resumed in time.
-    pub(crate) fn end_unresumed(&mut self) {
-        let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
-        let leases: Vec<Token> = leases.collect();
-        let ends = |entry: &Name| matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased);
-        let names =
-            self.names.iter().filter(|(_, entry)| entry.maker == Some(ConnectionId::PREVIOUS_SERVER) && ends(entry));
-        let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
-        if !leases.is_empty() {
-            tracing::info!(leases = leases.len(), "leases ended that no client resumed after the restart");
-        }
-        self.closed_connections.push_back(ClosedConnection {
-            connection: ConnectionId::PREVIOUS_SERVER,
-            uid: None,
-            leases,
-            names,
-        });
+    /// Leases a version again that a client leased from the previous server. The server does not know its leases: it checks that the client
+    /// may read the version.
+    fn resume_after_restart(&mut self, caller: &Caller, lease: &ResumedLease) -> bool {
+        let Some(key) = self.ids.get(&lease.id).copied().filter(|key| self.is_awaited(*key)) else { return false };
+        let Some(version) = self.versions.get(&key) else { return false };
+        let may_read = caller.may(Right::Read, version.record.owner, version.record.mode);
+        let size = lease.size.min(version.record.memory());
+        may_read && self.add_lease(caller, lease.token, key, size).is_ok()
     }
 
     /// Queues the leases and dependent names of a closed connection for cleanup. The user's connection count includes the connection until
@@ -191,7 +199,7 @@ impl Objects {
         while let Some(mut closed) = self.closed_connections.pop_front() {
             let connection = closed.connection;
             // Another connection may have resumed it.
-            let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::PREVIOUS_SERVER) == connection;
+            let is_left = |held: &Held| held.holder == connection;
             while self.cleanup_budget > 0
                 && let Some(token) = closed.leases.pop()
             {
@@ -219,63 +227,49 @@ impl Objects {
         let keys: BTreeSet<u64> = ids.iter().filter_map(|id| self.ids.get(id).copied()).collect();
         let versions = keys.iter().filter_map(|key| self.versions.get(key));
         if let Some(version) = versions.clone().find(|version| !caller.may_remove(version.record.owner)) {
-            let record::Version { name, owner, .. } = &version.record;
+            let (name, owner) = (&version.record.name, version.record.owner);
             let message =
                 format!("uid {} may not recall versions of `{name}`: its owner is uid {}", caller.uid, owner.uid);
             return refuse(RefusalCode::Denied, message);
         }
-        let held = versions.filter(|version| version.leases > 0).map(|version| version.record.key);
-        for key in held.collect::<Vec<_>>() {
-            let record = Record::Recalled { key, by: caller.describe(), at_ms: self.now.ms };
-            self.write(&record).map_err(write_failed)?;
-            self.mark_recalled(key);
+        // The holders of awaited versions may not have resumed their leases yet.
+        let is_held =
+            |key: &&u64| self.is_awaited(**key) || self.versions.get(key).is_some_and(|version| version.leases > 0);
+        let held: Vec<u64> = keys.iter().filter(is_held).copied().collect();
+        for key in held {
+            let Some(version) = self.versions.get_mut(&key) else { continue };
+            version.record.is_recalled = true;
+            self.events.publish(event(EventKind::Recalled, &version.record, self.now.ms, &caller.describe()));
+            self.store.update(key);
         }
-        self.compact();
         Ok(())
-    }
-
-    /// Marks a version whose recall the log contains.
-    pub(super) fn mark_recalled(&mut self, key: u64) {
-        if let Some(version) = self.versions.get_mut(&key) {
-            version.recalled = version.leases > 0;
-        }
     }
 
     /// Records a reader's report about a version that it leases.
     pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, should_log: bool) {
-        const MAX: usize = 16;
-        let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
-        let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MAX) else { return };
+        let Some(key) = self.leases.get(&token).map(|held| held.key) else { return };
         if !self.users.has_room_for_report(caller.uid) {
             return;
         }
+        let has_room = |version: &&mut Version| version.record.reports.len() < MAX_REPORTS;
+        let Some(Version { record, .. }) = self.versions.get_mut(&key).filter(has_room) else { return };
         shorten(&mut message, MAX_REPORT);
-        let report = record::Report { key, reader: caller.describe(), at_ms: self.now.ms, message };
-        let record = &version.record;
+        let reader = caller.describe();
         if should_log {
             tracing::warn!(
                 name = record.name,
                 version = record.version,
                 uid = caller.uid,
                 pid = caller.pid,
-                message = report.message,
+                message,
                 "a reader reports that memory differs from its claim"
             );
         }
-        if let Err(error) = self.write(&Record::Reported(report.clone())) {
-            tracing::error!(%error, "cannot record a report");
-        }
-        self.add_report(report);
-    }
-
-    /// Adds a report that the log contains.
-    pub(crate) fn add_report(&mut self, report: record::Report) {
-        let Some(version) = self.versions.get_mut(&report.key) else { return };
-        // A rewritten log may contain it twice.
-        if version.reports.contains(&report) {
-            return;
-        }
-        self.users.add_report(report.reader.uid);
-        version.reports.push(report);
+        let mut seen = event(EventKind::Reported, record, self.now.ms, &reader);
+        seen.event.message = Some(message.clone());
+        record.reports.push(Report { reader, at_ms: self.now.ms, message });
+        self.events.publish(seen);
+        self.users.add_report(caller.uid);
+        self.store.update(key);
     }
 }

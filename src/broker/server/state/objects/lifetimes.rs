@@ -33,6 +33,10 @@ impl Objects {
 
     /// Schedules the next check of a name, unless it can't expire.
     pub(crate) fn note_expiry(&mut self, name: &str) {
+        // Everything is checked when the clients of the previous server have had their time.
+        if self.awaits_clients() {
+            return;
+        }
         let Some(entry) = self.names.get_mut(name) else { return };
         let at = match entry.lifetime {
             Lifetime::Deleted => return,
@@ -61,12 +65,11 @@ impl Objects {
             Lifetime::Maker => entry.maker.is_none(),
             Lifetime::Leased => entry.maker.is_none() && entry.leases == 0,
         };
-        if !over {
-            self.note_expiry(name);
-        } else if let Err(error) = self.remove(name, "expired") {
-            tracing::error!(name, %error, "cannot remove an expired name: retrying in 1 s");
-            // `next_check` stays empty, so the next released lease also retries.
-            self.expiries.push(Expiry { name: name.into(), at: now + Duration::from_secs(1), before: None });
+        match over {
+            false => self.note_expiry(name),
+            // The put's end checks the name again.
+            true if self.is_unconfirmed(name) => {}
+            true => self.remove_unasked(name, "expired"),
         }
     }
 }

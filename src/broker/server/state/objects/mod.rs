@@ -1,17 +1,16 @@
-//! Names, versions and leases, their catalogue, and messages to the keeper. No client sockets, no waiting.
+//! Names, versions and leases, and messages to the keeper. No client sockets, no waiting.
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `publish`, `remove`, `leases`, `lifetimes` | changes; each is logged before it takes effect |
-//! | `journal`, `compaction` | the log, and the events for watchers |
-//! | `restore` | objects of the previous server |
+//! | `publish`, `remove`, `leases`, `lifetimes` | changes |
+//! | `events` | the broker's identity, events for watchers, completed requests |
+//! | `restore` | objects of the previous server, and everything for a new keeper |
 //! | `select`, `view`, `usage` | answers to gets, listings, usage per user |
 //! | `readers` | indexes of names and leases by permission to read |
 
 #[cfg(test)]
 pub(in crate::broker::server) mod audit;
-mod compaction;
-mod journal;
+mod events;
 mod leases;
 mod lifetimes;
 mod publish;
@@ -23,46 +22,44 @@ mod usage;
 mod view;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
-    os::fd::{BorrowedFd, OwnedFd},
+    collections::{BTreeMap, HashSet, VecDeque},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Instant,
 };
 
 use self::{
-    compaction::Compaction,
-    journal::{event, event_of_lease},
-    leases::ClosedConnection,
+    events::event,
+    leases::{ClosedConnection, Held},
     readers::Readers,
-    remove::segments_of,
     usage::Users,
 };
 pub(crate) use self::{
-    journal::{Journal, catalogue_error},
+    events::{Events, Seen},
     leases::Resumption,
     lifetimes::Expiry,
-    publish::{NewPart, NewTable, Staged, Terms},
+    publish::{NewPart, NewTable, NewVersion, Terms},
     select::{Answer, LeaseParts, Selected, Selection, TableQuery},
     view::{Counts, LeasePage, Total},
 };
-use super::{history::LostVersions, quota::Rules, segments::SegmentTable, time::Time};
+use super::{quota::Rules, time::Time};
 use crate::{
-    broker::{
-        catalogue::{
-            CatalogueError, Record, SegmentId,
-            record::{self, Deleted, Seen},
-        },
-        keeper::{Flushed, Store},
-        server::state::caller::ConnectionId,
-    },
+    broker::{keeper::Store, manifest, server::state::caller::ConnectionId},
     error::{BrokerError, RefusalCode},
-    wire::broker::{EventKind, Lifetime, Maker, Owner, Token},
+    wire::broker::{Lifetime, Owner, Token},
 };
 
-/// Work per turn of the event loop: leases and names of closed connections, and released segments. The simulation's few objects take
-/// several turns.
+/// The cleanups of closed connections per turn of the event loop. The simulation's few objects take several turns.
 const CLEANUPS_PER_TURN: usize = if cfg!(test) { 1 } else { 128 };
-const RELEASES_PER_TURN: usize = if cfg!(test) { 1 } else { 128 };
+
+/// A descriptor of a version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct VersionFd {
+    /// The version's key.
+    pub(crate) key: u64,
+    /// The position among the version's descriptors.
+    pub(crate) at: usize,
+}
 
 /// All objects. Large tables are trees: a growing hash table would move all entries in one turn of the event loop.
 #[derive(Debug)]
@@ -80,26 +77,24 @@ pub(crate) struct Objects {
     closed_connections: VecDeque<ClosedConnection>,
     /// Remaining budget of this turn.
     cleanup_budget: usize,
-    /// Segments of dropped versions, with their users, and the remaining budget of this turn.
-    releasing: VecDeque<(u32, SegmentId)>,
-    release_budget: usize,
-    compaction: Option<Compaction>,
     users: Users,
-    segments: SegmentTable,
-    journal: Journal,
+    events: Events,
     store: Store,
+    /// The listening socket and the device nodes, which the keeper holds too.
+    own: Vec<OwnedFd>,
+    /// Versions that the keeper has not confirmed, by key.
+    unconfirmed: BTreeMap<u64, Version>,
+    unconfirmed_names: HashSet<String>,
     /// Versions by the tokens of their puts.
     requests: BTreeMap<Token, u64>,
     last_key: u64,
+    /// The last key of the previous server, as long as clients may resume its leases; 0 afterwards.
+    last_restored: u64,
     last_lease: u64,
     /// Descriptors for the caller to close where blocking is allowed.
     garbage: Vec<OwnedFd>,
-    /// Unused versions whose drop is not logged yet, because writing the log failed.
-    pending_drops: Vec<u64>,
     /// Scheduled expiry checks.
     expiries: Vec<Expiry>,
-    /// Versions that were lost because the keeper lacked some of their memory.
-    lost: LostVersions,
 }
 
 #[derive(Debug)]
@@ -123,13 +118,9 @@ struct Name {
 
 #[derive(Debug)]
 struct Version {
-    record: record::Version,
+    record: manifest::Version,
+    fds: Vec<OwnedFd>,
     leases: u64,
-    /// Whether the version is available under its name.
-    named: bool,
-    reports: Vec<record::Report>,
-    /// Whether its holders were asked to release their leases.
-    recalled: bool,
 }
 
 impl Name {
@@ -155,33 +146,8 @@ impl Name {
     }
 }
 
-impl Version {
-    /// Bytes of memory, as claimed.
-    fn bytes(&self) -> u64 {
-        self.record.parts.iter().map(|part| part.memory.mapped_size).sum()
-    }
-
-    /// Bytes that count towards a quota: memory and tables, as claimed.
-    fn charged(&self) -> u64 {
-        record::bytes_of(self.record.metadata.as_ref(), &self.record.parts)
-    }
-
-    /// The user whose quota it counts towards. All parts belong to one user.
-    fn payer(&self) -> u32 {
-        self.record.parts.first().map_or(self.record.owner.uid, |part| part.maker.uid)
-    }
-}
-
-#[derive(Debug)]
-struct Held {
-    number: u64,
-    record: record::Lease,
-    /// The connection that holds it. `None` until a client resumes a lease of the previous server.
-    holder: Option<ConnectionId>,
-}
-
 impl Objects {
-    fn empty(now: Time, rules: Rules, journal: Journal, store: Store) -> Self {
+    fn empty(now: Time, rules: Rules, events: Events, store: Store) -> Self {
         Self {
             now,
             names: BTreeMap::new(),
@@ -191,69 +157,23 @@ impl Objects {
             readers: Readers::default(),
             closed_connections: VecDeque::new(),
             cleanup_budget: CLEANUPS_PER_TURN,
-            releasing: VecDeque::new(),
-            release_budget: RELEASES_PER_TURN,
-            compaction: None,
             users: Users::new(rules),
-            segments: SegmentTable::default(),
-            journal,
+            events,
             store,
+            own: Vec::new(),
+            unconfirmed: BTreeMap::new(),
+            unconfirmed_names: HashSet::new(),
             requests: BTreeMap::new(),
             last_key: 0,
+            last_restored: 0,
             last_lease: 0,
             garbage: Vec::new(),
-            pending_drops: Vec::new(),
             expiries: Vec::new(),
-            lost: LostVersions::default(),
         }
     }
 
-    /// Logs a change, for the next server too. The caller then applies it.
-    fn write(&mut self, record: &Record) -> Result<(), CatalogueError> {
-        let seen = self.event_of(record);
-        self.journal.write(record, seen)
-    }
-
-    /// The event of a change that is not applied yet.
-    fn event_of(&self, record: &Record) -> Option<Seen> {
-        let version = |key: &u64| self.versions.get(key).map(|version| &version.record);
-        match record {
-            Record::Published(record) => {
-                let replaces = self.names.contains_key(record.name.as_str());
-                let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
-                let server = || Maker { pid: 0, uid: record.owner.uid, command: None };
-                let by = record.parts.first().map_or_else(server, |part| part.maker.clone());
-                Some(event(kind, record, record.created_ms, by))
-            }
-            Record::Deleted(Deleted { name, at_ms, uid, pid, command, .. }) => {
-                let current = self.current(self.names.get(name.as_str())?);
-                let by = Maker { pid: *pid, uid: *uid, command: command.clone() };
-                Some(event(EventKind::Deleted, &current.record, *at_ms, by))
-            }
-            Record::Leased(lease) => {
-                Some(event_of_lease(EventKind::Leased, version(&lease.key)?, lease.since_ms, lease))
-            }
-            Record::Ended { token, at_ms } => {
-                let lease = &self.leases.get(token)?.record;
-                Some(event_of_lease(EventKind::Ended, version(&lease.key)?, *at_ms, lease))
-            }
-            Record::Reported(report) => {
-                let mut seen = event(EventKind::Reported, version(&report.key)?, report.at_ms, report.reader.clone());
-                seen.event.message = Some(report.message.clone());
-                Some(seen)
-            }
-            Record::Recalled { key, by, at_ms } => Some(event(EventKind::Recalled, version(key)?, *at_ms, by.clone())),
-            _ => None,
-        }
-    }
-
-    /// Versions that this server could not restore.
-    pub(crate) fn lost(&self) -> &LostVersions {
-        &self.lost
-    }
-
-    pub(crate) fn journal(&self) -> &Journal {
-        &self.journal
+    pub(crate) fn events(&self) -> &Events {
+        &self.events
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -264,47 +184,19 @@ impl Objects {
         &mut self.store
     }
 
-    /// Sends unsent messages to the keeper.
-    pub(crate) fn flush_store(&mut self) -> Flushed {
-        let segments = &self.segments;
-        self.store.flush(|id| segments.find(id))
+    /// A version, published or not.
+    fn version(&self, key: u64) -> Option<&Version> {
+        self.versions.get(&key).or_else(|| self.unconfirmed.get(&key))
     }
 
-    /// Sends the catalogue to a new keeper. It comes first: if the keeper's set is incomplete, the catalogue reveals the missing versions.
-    pub(crate) fn resend_catalogue(&mut self) -> crate::error::Result<()> {
-        self.journal.hand_to(&mut self.store)
+    /// A descriptor of a leased version.
+    pub(crate) fn descriptor(&self, VersionFd { key, at }: VersionFd) -> BorrowedFd<'_> {
+        self.versions[&key].fds[at].as_fd()
     }
 
-    /// Sends all segments to a new keeper.
-    pub(crate) fn resend_segments(&mut self) {
-        self.segments.ids().for_each(|id| self.store.hold(id));
-    }
-
-    /// Logs each version of which the keeper lacks some memory.
-    pub(crate) fn log_lost_versions(&self) {
-        let unsent = self.store.unsent();
-        let mut versions: Vec<&record::Version> = self.versions.values().map(|version| &version.record).collect();
-        versions.sort_by(|some, other| (&some.name, some.version).cmp(&(&other.name, other.version)));
-        for record in versions {
-            let lacks = unsent.as_ref().is_none_or(|unsent| segments_of(record).any(|id| unsent.contains(&id)));
-            if lacks {
-                tracing::error!(
-                    name = record.name,
-                    version = record.version,
-                    "a version is lost: the keeper lacks some of its memory"
-                );
-            }
-        }
-    }
-
-    /// The descriptor of a leased segment.
-    pub(crate) fn segment(&self, id: SegmentId) -> BorrowedFd<'_> {
-        self.segments.get(id)
-    }
-
-    /// The number of descriptors that are kept, or reserved for pending puts.
+    /// The number of descriptors that are held, or reserved for puts.
     pub(crate) fn descriptors(&self) -> usize {
-        self.segments.len() + self.journal.descriptors() + self.users.reserved()
+        self.own.len() + self.users.descriptors()
     }
 
     /// The number of a user's descriptors, including connections.
@@ -335,25 +227,20 @@ impl Objects {
         Some(*key)
     }
 
-    /// Resets the budgets for a turn of the event loop.
+    /// Resets the budget for a turn of the event loop.
     pub(crate) fn begin_turn(&mut self) {
-        (self.cleanup_budget, self.release_budget) = (CLEANUPS_PER_TURN, RELEASES_PER_TURN);
+        self.cleanup_budget = CLEANUPS_PER_TURN;
     }
 
     /// Whether there is work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        !self.closed_connections.is_empty() || !self.releasing.is_empty() || self.compaction.is_some()
+        !self.closed_connections.is_empty()
     }
 
     fn current(&self, name: &Name) -> &Version {
         let key = name.current().expect("a name has a current version");
         self.versions.get(&key).expect("a name's versions exist")
     }
-}
-
-fn write_failed(error: CatalogueError) -> BrokerError {
-    tracing::error!(%error, "the catalogue can't be written");
-    BrokerError::new(RefusalCode::Failed, format!("the broker can't write its catalogue: {error}"))
 }
 
 fn token_reused() -> BrokerError {

@@ -1,29 +1,24 @@
-//! Publishes versions: checks them, keeps their descriptors, logs them.
+//! Publishes versions: checks them, gives them to the keeper, and makes them available once the keeper has them.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, token_reused, write_failed};
+use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
-        catalogue::{
-            Record, SegmentId,
-            record::{self, Table},
-        },
-        keeper::Mark,
+        manifest::{self, Table},
         server::state::{
-            caller::{Caller, Right},
+            caller::{Caller, ConnectionId, Right},
             random::random,
             refuse,
-            segments::NotHeld,
         },
     },
     driver::Backend,
     error::{BrokerError, RefusalCode},
     wire::{
         Memory,
-        broker::{Attached, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, Restore, Token},
+        broker::{Attached, EventKind, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, Restore, Token},
     },
 };
 
@@ -78,26 +73,52 @@ pub(crate) struct Terms {
     pub(crate) restore: Option<Restore>,
 }
 
-/// A version whose descriptors the keeper has not confirmed.
+/// A checked version, ready to publish.
 #[derive(Debug)]
-pub(crate) struct Staged {
-    uid: u32,
-    metadata: Option<Table>,
-    parts: Vec<record::Part>,
-    held: Vec<SegmentId>,
-    /// The version can be published once the keeper has everything up to this mark.
-    pub(crate) mark: Mark,
+pub(crate) struct NewVersion {
+    pub(crate) terms: Terms,
+    pub(crate) metadata: Option<NewTable>,
+    pub(crate) parts: Vec<NewPart>,
 }
 
-#[cfg(test)]
-impl Staged {
-    pub(crate) fn held(&self) -> &[SegmentId] {
-        &self.held
+impl NewVersion {
+    /// Bytes of memory and tables, as claimed.
+    pub(crate) fn bytes(&self) -> u64 {
+        let metadata = self.metadata.as_ref().map_or(0, NewTable::length);
+        metadata + self.parts.iter().map(NewPart::bytes).sum::<u64>()
+    }
+
+    /// Takes the descriptors, in the order of the manifest.
+    pub(crate) fn into_fds(self) -> Vec<OwnedFd> {
+        let (_, _, fds) = self.split();
+        fds
+    }
+
+    /// The tables and parts of a manifest, and the descriptors.
+    fn split(self) -> (Option<Table>, Vec<manifest::Part>, Vec<OwnedFd>) {
+        let mut fds = Vec::new();
+        let table = |table: NewTable, fds: &mut Vec<OwnedFd>| match table {
+            NewTable::Inline(text) => Table::Inline(text),
+            NewTable::Memfd { fd, length } => {
+                fds.push(fd);
+                Table::Memfd(length)
+            }
+        };
+        let metadata = self.metadata.map(|metadata| table(metadata, &mut fds));
+        let mut parts = Vec::with_capacity(self.parts.len());
+        for part in self.parts {
+            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
+            let arrays = arrays.map(|arrays| table(arrays, &mut fds));
+            let (sizes, segments): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
+            fds.extend(segments);
+            parts.push(manifest::Part { name, memory, arrays, array_count, maker, digest, sizes });
+        }
+        (metadata, parts, fds)
     }
 }
 
 impl Objects {
-    /// Checks a put, before its memory is examined and again when it is published.
+    /// Checks a put, before its memory is received and again when it is complete.
     pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
         check_mapped(caller)?;
@@ -190,110 +211,134 @@ impl Objects {
         self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
     }
 
-    /// Keeps the descriptors of a put before it is published. On failure, none are kept.
-    pub(crate) fn stage(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) -> Result<Staged, BrokerError> {
-        let uid = parts.first().map_or(0, |part| part.maker.uid);
-        let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
-        if let Err(refusal) = self.store.require_room(descriptors) {
-            self.discard(metadata, parts);
-            return Err(refusal);
-        }
-        let mut held = Vec::new();
-        match self.hold(uid, metadata, parts, &mut held) {
-            Ok((metadata, parts)) => Ok(Staged { uid, metadata, parts, held, mark: self.store.mark() }),
-            Err(refusal) => {
-                self.forget(uid, held);
-                Err(refusal)
-            }
-        }
+    /// Whether a version of this name waits for the keeper.
+    pub(crate) fn is_unconfirmed(&self, name: &str) -> bool {
+        self.unconfirmed_names.contains(name)
     }
 
-    /// Undoes [`Objects::stage`].
-    pub(crate) fn unstage(&mut self, staged: Staged) {
-        self.forget(staged.uid, staged.held);
-    }
-
-    /// Publishes a staged version. On failure, nothing is kept.
-    pub(crate) fn publish(&mut self, caller: &Caller, terms: &Terms, staged: Staged) -> Result<Published, BrokerError> {
-        let Staged { uid, metadata, parts, held, .. } = staged;
-        let bytes = record::bytes_of(metadata.as_ref(), &parts);
-        let checked = self.check_put(caller, terms, bytes);
-        if let Err(refusal) =
-            checked.and_then(|()| self.check_devices(caller, &terms.name, parts.iter().map(|part| &part.memory)))
-        {
-            self.forget(uid, held);
+    /// Checks a put and gives the version to the keeper. [`Objects::publish`] follows once the keeper has confirmed it. No version of the
+    /// name may be unconfirmed. Returns the version's key. On failure, its descriptors become garbage.
+    pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
+        let checked = self.check_put(caller, &put.terms, put.bytes());
+        let memory = put.parts.iter().map(|part| &part.memory);
+        let checked = checked.and_then(|()| self.check_devices(caller, &put.terms.name, memory));
+        let descriptors = put.parts.iter().map(|part| part.segments.len() + 1).sum::<usize>() + 1;
+        if let Err(refusal) = checked.and_then(|()| self.require_room(descriptors)) {
+            self.garbage.extend(put.into_fds());
             return Err(refusal);
         }
+        let terms = put.terms.clone();
+        let (metadata, parts, fds) = put.split();
+        let record = self.describe(caller, terms, metadata, parts);
+        self.last_key += 1;
+        let key = self.last_key;
+        self.charge(&record);
+        if !self.names.contains_key(record.name.as_str()) {
+            self.users.add_object(record.owner.uid);
+        }
+        self.store.send(key, fds.len());
+        self.unconfirmed_names.insert(record.name.clone());
+        self.unconfirmed.insert(key, Version { record, fds, leases: 0 });
+        Ok(key)
+    }
+
+    /// The manifest of a put.
+    fn describe(
+        &self,
+        caller: &Caller,
+        terms: Terms,
+        metadata: Option<Table>,
+        parts: Vec<manifest::Part>,
+    ) -> manifest::Version {
         let existing = self.names.get(terms.name.as_str());
         let restore = terms.restore.as_ref();
         // A restored version keeps its group if the caller is a member of it.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
         let offered = restore.map(|restore| restore.owner);
         let offered = offered.filter(|owner| caller.is_superuser() || caller.is_member_of(owner.gid));
-        let owner = existing.map_or(offered.unwrap_or(own), |name| name.owner);
-        let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
-        let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
-        let keep = terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0);
         let next = existing.map_or(0, |name| self.current(name).record.version) + 1;
-        let record = record::Version {
-            key: self.last_key + 1,
-            name: terms.name.clone(),
+        let new_id = || Builder::from_random_bytes(random()).into_uuid().to_string();
+        manifest::Version {
             version: restore.map_or(next, |restore| restore.version),
-            id: restore.map_or_else(
-                || Builder::from_random_bytes(random()).into_uuid().to_string(),
-                |restore| restore.id.clone(),
-            ),
+            id: restore.map_or_else(new_id, |restore| restore.id.clone()),
             created_ms: restore.map_or(self.now.ms, |restore| restore.created_ms),
-            owner,
-            mode,
-            lifetime,
+            owner: existing.map_or(offered.unwrap_or(own), |name| name.owner),
+            mode: existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode),
+            lifetime: terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default(),
+            keep: terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0),
             backend: terms.backend,
-            keep,
-            requests: terms.requests.clone(),
+            name: terms.name,
+            requests: terms.requests,
             metadata,
             parts,
-        };
-        let published = Published { version: record.version, id: record.id.clone() };
-        let entry = Record::Published(Box::new(record));
-        if let Err(error) = self.write(&entry) {
-            self.forget(uid, held);
-            return Err(write_failed(error));
+            is_unnamed: false,
+            is_recalled: false,
+            reports: Vec::new(),
         }
-        let Record::Published(record) = entry else { unreachable!("the entry was built above") };
-        let number = record.version;
-        self.add_version(*record);
-        if let Some(name) = self.names.get_mut(terms.name.as_str()) {
-            name.maker = Some(caller.connection);
-        }
-        // Versions further back were not covered before. They still exist because they have leases.
-        self.drop_old(&terms.name, MAX_KEPT as usize + 1);
-        self.note_expiry(&terms.name);
-        tracing::debug!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
-        Ok(published)
     }
 
-    /// Adds a version that the log contains. It becomes the current version of its name.
-    pub(crate) fn add_version(&mut self, record: record::Version) {
-        let record::Version { key, owner, mode, lifetime, keep, .. } = record;
-        self.last_key = self.last_key.max(key);
+    /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.
+    pub(crate) fn publish(&mut self, key: u64, maker: Option<ConnectionId>) -> Option<Published> {
+        let Version { record, fds, .. } = self.unconfirmed.remove(&key)?;
+        self.unconfirmed_names.remove(&record.name);
+        let replaces = self.names.contains_key(record.name.as_str());
+        let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
+        let server = || Maker { pid: 0, uid: record.owner.uid, command: None };
+        let by = record.parts.first().map_or_else(server, |part| part.maker.clone());
+        self.events.publish(event(kind, &record, record.created_ms, &by));
+        let published = Published { version: record.version, id: record.id.clone() };
+        let name = record.name.clone();
+        tracing::debug!(
+            name,
+            version = record.version,
+            bytes = record.charged(),
+            uid = by.uid,
+            pid = by.pid,
+            "published"
+        );
+        self.add_version(key, record, fds);
+        if let Some(entry) = self.names.get_mut(name.as_str()) {
+            entry.maker = maker;
+        }
+        // Versions further back were not covered before. They still exist because they have leases.
+        self.drop_old(&name, MAX_KEPT as usize + 1);
+        self.note_expiry(&name);
+        Some(published)
+    }
+
+    /// Counts a version for its user.
+    pub(super) fn charge(&mut self, record: &manifest::Version) {
+        self.users.add_version(record);
+    }
+
+    /// Adds a version that is counted. It becomes the current version of its name, unless it has lost the name.
+    pub(super) fn add_version(&mut self, key: u64, record: manifest::Version, fds: Vec<OwnedFd>) {
         self.requests.extend(record.requests.iter().map(|request| (*request, key)));
+        self.ids.insert(record.id.clone(), key);
+        record.reports.iter().for_each(|report| self.users.add_report(report.reader.uid));
+        if !record.is_unnamed {
+            self.add_to_name(key, &record);
+        }
+        self.versions.insert(key, Version { record, fds, leases: 0 });
+    }
+
+    fn add_to_name(&mut self, key: u64, record: &manifest::Version) {
+        let manifest::Version { owner, mode, lifetime, keep, .. } = *record;
         if !self.names.contains_key(record.name.as_str()) {
             let name: Arc<str> = record.name.as_str().into();
             self.readers.add_name(Arc::clone(&name), owner, mode);
-            let (versions, idle_since) = (BTreeMap::new(), self.now.at);
             let new = Name {
                 owner,
                 mode,
                 lifetime,
                 keep,
-                versions,
+                versions: BTreeMap::new(),
                 kept: 0,
                 maker: None,
-                idle_since,
+                idle_since: self.now.at,
                 leases: 0,
                 next_check: None,
             };
-            self.users.add_object(owner.uid);
             self.names.insert(name, new);
         }
         let name = self.names.get_mut(record.name.as_str()).expect("the name was just added");
@@ -305,10 +350,6 @@ impl Objects {
         if name.leases == 0 {
             name.idle_since = self.now.at;
         }
-        self.ids.insert(record.id.clone(), key);
-        let version = Version { record, leases: 0, named: true, reports: Vec::new(), recalled: false };
-        self.users.add_version(version.payer(), version.charged(), &version.record.parts);
-        self.versions.insert(key, version);
     }
 
     /// The version that an earlier attempt of this put published.
@@ -322,17 +363,16 @@ impl Objects {
         request: Token,
     ) -> Result<Option<Published>, BrokerError> {
         let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
-            return match self.journal.completed(request) {
-                None => Ok(None),
-                Some(answered) if answered.name == name && answered.published.is_some() => {
-                    Ok(answered.published.clone())
-                }
+            return match self.events.put(request) {
+                Some(put) if put.name == name => Ok(Some(put.published.clone())),
                 Some(_) => Err(token_reused()),
+                None if self.events.delete(request).is_some() => Err(token_reused()),
+                None => Ok(None),
             };
         };
         let record = &version.record;
         let published = Published { version: record.version, id: record.id.clone() };
-        match version.payer() == caller.uid {
+        match record.payer() == caller.uid {
             false => Ok(None),
             true if record.name == name => Ok(Some(published)),
             true => Err(token_reused()),
@@ -341,12 +381,12 @@ impl Objects {
 
     /// The key of a version that a caller wants to restore, if it already exists and the caller may restore it.
     pub(crate) fn restored(&self, caller: &Caller, name: &str, restore: &Restore) -> Option<u64> {
-        let same = |of: &record::Version| {
+        let same = |of: &manifest::Version| {
             (of.name.as_str(), of.version, of.id.as_str(), of.owner.uid)
                 == (name, restore.version, restore.id.as_str(), restore.owner.uid)
         };
         let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
-        let may = may && !self.journal.was_deleted(name, restore.owner.uid);
+        let may = may && !self.events.was_deleted(name, restore.owner.uid);
         let key = *self.ids.get(&restore.id)?;
         self.versions.get(&key).filter(|version| may && same(&version.record)).map(|_| key)
     }
@@ -373,7 +413,7 @@ impl Objects {
                 format!("version {version} with id `{id}` is not a valid version of `{name}`"),
             );
         }
-        if self.journal.was_deleted(name, owner.uid) {
+        if self.events.was_deleted(name, owner.uid) {
             return refuse(
                 RefusalCode::Denied,
                 format!("`{name}` was deleted after this broker lost it: put it again instead of restoring it"),
@@ -403,68 +443,6 @@ impl Objects {
             );
         }
         self.check_kept(existing, keep)
-    }
-
-    /// Keeps the descriptors of parts. `kept` lists them, also after a failure.
-    fn hold(
-        &mut self,
-        uid: u32,
-        metadata: Option<NewTable>,
-        parts: Vec<NewPart>,
-        held: &mut Vec<SegmentId>,
-    ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
-        // The first failure. Later descriptors are closed.
-        let mut failed = None;
-        let mut add = |fd: OwnedFd, size: u64| match self.segments.add(fd, size) {
-            Ok((id, duplicate)) => {
-                match duplicate {
-                    Some(duplicate) => self.garbage.push(duplicate),
-                    None => self.store.hold(id),
-                }
-                self.users.add_segment(uid, id);
-                held.push(id);
-                Some(id)
-            }
-            Err(NotHeld { fd, reason }) => {
-                self.garbage.push(fd);
-                failed.get_or_insert(reason);
-                None
-            }
-        };
-        let table = |table: NewTable, add: &mut dyn FnMut(OwnedFd, u64) -> Option<SegmentId>| match table {
-            NewTable::Inline(text) => Some(Table::Inline(text)),
-            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Held { segment, length }),
-        };
-        let metadata = metadata.and_then(|metadata| table(metadata, &mut add));
-        let mut records = Vec::with_capacity(parts.len());
-        for part in parts {
-            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
-            let arrays = arrays.and_then(|arrays| table(arrays, &mut add));
-            let segments = segments.into_iter().filter_map(|(size, fd)| add(fd, size).map(|id| (id, size))).collect();
-            records.push(record::Part { name, memory, arrays, array_count, maker, digest, segments });
-        }
-        match failed {
-            None => Ok((metadata, records)),
-            Some(reason) => refuse(RefusalCode::Memory, reason.to_string()),
-        }
-    }
-
-    /// Releases the descriptors of a failed put.
-    fn forget(&mut self, uid: u32, held: Vec<SegmentId>) {
-        held.into_iter().for_each(|id| self.release(uid, id));
-    }
-
-    /// Queues the descriptors of an unpublished version for closing.
-    pub(crate) fn discard(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) {
-        let mut tables = vec![metadata];
-        for part in parts {
-            tables.push(part.arrays);
-            self.garbage.extend(part.segments.into_iter().map(|(_, fd)| fd));
-        }
-        self.garbage.extend(tables.into_iter().flatten().filter_map(|table| match table {
-            NewTable::Memfd { fd, .. } => Some(fd),
-            NewTable::Inline(_) => None,
-        }));
     }
 }
 

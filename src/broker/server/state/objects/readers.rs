@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     broker::{
-        catalogue::record,
+        manifest::Version,
         server::state::caller::{Caller, Right},
     },
     wire::broker::{Owner, Token},
@@ -60,12 +60,12 @@ impl Readers {
         }
     }
 
-    pub(crate) fn add_lease(&mut self, version: &record::Version, uid: u32, number: u64, token: Token) {
+    pub(crate) fn add_lease(&mut self, version: &Version, uid: u32, number: u64, token: Token) {
         let group = (Rights::of(version.owner, version.mode), uid);
         self.leases.entry(group).or_default().insert(number, token);
     }
 
-    pub(crate) fn remove_lease(&mut self, version: &record::Version, uid: u32, number: u64) {
+    pub(crate) fn remove_lease(&mut self, version: &Version, uid: u32, number: u64) {
         let group = (Rights::of(version.owner, version.mode), uid);
         if let Some(leases) = self.leases.get_mut(&group) {
             leases.remove(&number);
@@ -79,11 +79,6 @@ impl Readers {
     pub(crate) fn names<'a>(&'a self, caller: &'a Caller, from: Bound<&'a str>) -> impl Iterator<Item = &'a str> {
         let readable = self.names.iter().filter(|(rights, _)| rights.allow(caller));
         merge(readable.map(move |(_, names)| names.range::<str, _>((from, Bound::Unbounded)).map(|name| &**name)))
-    }
-
-    /// All leases from `from`, by number.
-    pub(super) fn all_leases(&self, from: u64) -> impl Iterator<Item = (u64, Token)> {
-        merge(self.leases.values().map(move |leases| leases.range(from..).map(|(number, token)| (*number, *token))))
     }
 
     /// Leases from `from` that the caller may see, by number.

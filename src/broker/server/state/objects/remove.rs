@@ -2,26 +2,25 @@
 
 use nix::unistd::geteuid;
 
-use super::{Name, Objects, Version, token_reused, write_failed};
+use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
-        catalogue::{
-            Record, SegmentId,
-            record::{self, Completed, Deleted, Table},
-        },
-        keeper::Name as StoredName,
+        manifest::{self, Completed, Deleted},
         server::state::{caller::Caller, refuse},
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{Maker, Published, Token},
+    wire::broker::{EventKind, Maker, Published, Token},
 };
 
 impl Objects {
-    /// Deletes a name at a caller's request.
+    /// Deletes a name at a caller's request. No version of the name may be unconfirmed.
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
-        let completed = request.and_then(|request| self.journal.completed(request));
-        if let Some(completed) = completed {
-            return if completed.name == name && completed.published.is_none() { Ok(()) } else { Err(token_reused()) };
+        if let Some(request) = request {
+            match self.events.delete(request) {
+                Some(deleted) if deleted == name => return Ok(()),
+                None if self.events.put(request).is_none() => {}
+                _ => return Err(token_reused()),
+            }
         }
         let Some(existing) = self.names.get(name) else {
             return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
@@ -33,29 +32,35 @@ impl Objects {
                 format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid),
             );
         }
-        let (Maker { pid, uid, command }, name, at_ms) = (caller.describe(), name.to_owned(), self.now.ms);
-        let deleted = Deleted { name, at_ms, uid, pid, command, request, owner: Some(owner) };
-        self.log_and_remove(deleted, "deleted")
+        // The keeper gets the deletion first. If this server dies before it has removed every version, the next one removes the others.
+        self.last_key += 1;
+        let key = self.last_key;
+        let forgotten = self.events.note_deleted(key, Deleted { name: name.to_owned(), owner, request });
+        self.store.send(key, 0);
+        self.remove(name, &caller.describe(), "deleted");
+        if let Some(key) = forgotten {
+            self.store.remove(key, 0);
+        }
+        Ok(())
     }
 
     /// Removes a name that no client asked to delete.
-    pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
-        let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
-        let (name, at_ms) = (name.to_owned(), self.now.ms);
-        let deleted = Deleted { name, at_ms, uid, pid, command: None, request: None, owner: None };
-        self.log_and_remove(deleted, why)
+    pub(crate) fn remove_unasked(&mut self, name: &str, why: &'static str) {
+        let by = Maker { pid: std::process::id().cast_signed(), uid: geteuid().as_raw(), command: None };
+        self.remove(name, &by, why);
     }
 
     /// Removes a name, and its versions without leases.
-    fn log_and_remove(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
-        self.write(&Record::Deleted(deleted.clone())).map_err(write_failed)?;
-        self.journal.note_deleted(&deleted);
-        let name = deleted.name;
-        let Some(gone) = self.forget_name(&name) else { return Ok(()) };
+    fn remove(&mut self, name: &str, by: &Maker, why: &'static str) {
+        let Some(existing) = self.names.get(name) else { return };
+        self.events.publish(event(EventKind::Deleted, &self.current(existing).record, self.now.ms, by));
+        let Some(gone) = self.forget_name(name) else { return };
         tracing::debug!(name, leases = gone.leases, "{why}");
-        gone.versions.into_values().for_each(|key| self.drop_if_unused(key));
-        self.compact();
-        Ok(())
+        for key in gone.versions.into_values() {
+            if !self.drop_if_unused(key) {
+                self.store.update(key);
+            }
+        }
     }
 
     /// Removes a name from memory. Its versions lose their name.
@@ -66,7 +71,7 @@ impl Objects {
         self.users.set_kept(gone.owner.uid, gone.kept, 0);
         for key in gone.versions.values() {
             if let Some(version) = self.versions.get_mut(key) {
-                version.named = false;
+                version.record.is_unnamed = true;
             }
         }
         Some(gone)
@@ -78,97 +83,54 @@ impl Objects {
         let beyond = entry.versions.values().rev().skip(entry.keep as usize + 1).take(max);
         let beyond: Vec<u64> = beyond.copied().collect();
         beyond.into_iter().for_each(|key| self.drop_unless_kept(key));
-        self.compact();
     }
 
     /// Drops a version without leases, unless its name keeps it.
     pub(crate) fn drop_unless_kept(&mut self, key: u64) {
-        let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
-        if version.named
+        let is_awaited = self.is_awaited(key);
+        let is_unused = |version: &&mut Version| version.leases == 0 && !is_awaited;
+        let Some(version) = self.versions.get_mut(&key).filter(is_unused) else { return };
+        if !version.record.is_unnamed
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
             if entry.keeps(version.record.version) {
                 return;
             }
             entry.forget(version.record.version, key);
-            version.named = false;
+            version.record.is_unnamed = true;
         }
         self.drop_if_unused(key);
     }
 
-    /// Drops a version without a name and leases.
-    pub(crate) fn drop_if_unused(&mut self, key: u64) {
-        let unused = |version: &Version| !version.named && version.leases == 0;
-        if !self.versions.get(&key).is_some_and(unused) {
-            return;
+    /// Drops a version without a name and leases. Returns whether it did.
+    pub(super) fn drop_if_unused(&mut self, key: u64) -> bool {
+        let is_used = |version: &Version| !version.record.is_unnamed || version.leases > 0;
+        if self.is_awaited(key) || self.versions.get(&key).is_none_or(is_used) {
+            return false;
         }
-        // Log this before its segment numbers are reused.
-        if let Err(error) = self.write(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot record that a version is gone: its memory is freed once the catalogue can be written");
-            return self.pending_drops.push(key);
+        let Some(Version { record, fds, .. }) = self.versions.remove(&key) else { return false };
+        let descriptors = fds.len();
+        self.garbage.extend(fds);
+        if self.ids.get(&record.id) == Some(&key) {
+            self.ids.remove(&record.id);
         }
-        if let Some(version) = self.forget_version(key) {
-            let uid = version.payer();
-            self.releasing.extend(segments_of(&version.record).map(|id| (uid, id)));
-            self.release_some();
+        self.users.remove_version(&record);
+        record.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
+        let manifest::Version { name, version, id, mut requests, .. } = record;
+        requests.retain(|request| self.requests.get(request) == Some(&key));
+        if requests.is_empty() {
+            self.store.remove(key, descriptors);
+            return true;
         }
-    }
-
-    /// Removes a version from memory. The caller releases its segments.
-    pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
-        let version = self.versions.remove(&key)?;
-        if self.ids.get(&version.record.id) == Some(&key) {
-            self.ids.remove(&version.record.id);
-        }
-        self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
-        version.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
         // A client may repeat these requests: they must not run again over later changes.
-        for request in &version.record.requests {
-            if self.requests.get(request) == Some(&key) {
-                self.requests.remove(request);
-                let published = Published { version: version.record.version, id: version.record.id.clone() };
-                let name = version.record.name.clone();
-                self.journal.note_completed(Completed { request: *request, name, published: Some(published) });
-            }
+        for request in &requests {
+            self.requests.remove(request);
         }
-        Some(version)
-    }
-
-    /// Removes one of a user's references to a segment. The last reference closes the descriptor, in the keeper too.
-    pub(crate) fn release(&mut self, uid: u32, id: SegmentId) {
-        self.users.remove_segment(uid, id);
-        if let Some(fd) = self.segments.release(id) {
-            self.store.remove(StoredName::Segment(id));
-            self.garbage.push(fd);
+        self.store.replace(key, descriptors, 0);
+        let put = Completed { name, published: Published { version, id }, requests };
+        if let Some(oldest) = self.events.note_put(key, put) {
+            self.store.remove(oldest, 0);
         }
+        true
     }
-
-    pub(crate) fn releasing(&self) -> usize {
-        self.releasing.len()
-    }
-
-    /// Releases segments of dropped versions, within the budget of this turn.
-    pub(crate) fn release_some(&mut self) {
-        while self.release_budget > 0
-            && let Some((uid, id)) = self.releasing.pop_front()
-        {
-            self.release_budget -= 1;
-            self.release(uid, id);
-        }
-    }
-}
-
-/// The segments of a version and its tables, in no particular order. A segment can occur more than once.
-pub(crate) fn segments_of(record: &record::Version) -> impl Iterator<Item = SegmentId> {
-    sized_segments_of(record).map(|(id, _)| id)
-}
-
-/// As [`segments_of`], with the size of each.
-pub(crate) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item = (SegmentId, u64)> {
-    let tables = record.metadata.iter().chain(record.parts.iter().flat_map(|part| &part.arrays));
-    let tables = tables.filter_map(|table| match table {
-        Table::Held { segment, length } => Some((*segment, *length)),
-        Table::Inline(_) => None,
-    });
-    tables.chain(record.parts.iter().flat_map(|part| part.segments.iter().copied()))
 }

@@ -1,183 +1,185 @@
-//! Restores the previous server's objects: its catalogue, joined with the keeper's descriptors.
+//! Restores the previous server's objects from the keeper's entries.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     os::fd::OwnedFd,
+    sync::Arc,
 };
 
-use super::{
-    Journal, Objects,
-    journal::catalogue_error,
-    remove::{segments_of, sized_segments_of},
-};
+use super::{Events, Objects};
 use crate::{
     broker::{
-        catalogue::{Record, Records, SegmentId},
-        keeper::{Name, Store},
+        keeper::{Entry, Source, Store},
+        manifest::{BROKER, Manifest, Version},
         server::state::{caller::ConnectionId, quota::Rules, time::Time},
     },
-    error::Result,
+    error::BrokerError,
 };
 
 impl Objects {
-    /// Restores the objects that the keeper held, if any.
-    ///
-    /// # Errors
-    /// If the catalogue was written by a newer build or can't be used.
-    pub(crate) fn restore(
-        now: Time,
-        rules: Rules,
-        mut store: Store,
-        catalogues: [Option<OwnedFd>; 2],
-        segments: HashMap<SegmentId, OwnedFd>,
-    ) -> Result<Self> {
-        let catalogue_names = [false, true].into_iter().zip(&catalogues).filter(|(_, fd)| fd.is_some());
-        let catalogue_names: Vec<Name> = catalogue_names.map(|(second, _)| Name::Catalogue(second)).collect();
-        store.count(catalogue_names.len());
-        store.count(segments.len());
-        let Some((journal, records)) = Journal::open(catalogues)? else {
-            // Without a catalogue, no segment has a name.
-            catalogue_names
-                .into_iter()
-                .chain(segments.keys().map(|id| Name::Segment(*id)))
-                .for_each(|name| store.remove(name));
-            let journal = Journal::create(&mut store)?;
-            let mut objects = Self::empty(now, rules, journal, store);
-            objects.garbage.extend(segments.into_values());
-            return Ok(objects);
-        };
-        let mut objects = Self::empty(now, rules, journal, store);
-        objects.replay(records)?;
-        objects.join(segments);
-        objects.journal.start(&mut objects.store)?;
-        objects.finish_cleanup();
-        Ok(objects)
-    }
-
-    /// Replays a log in memory, one record at a time: memory may be scarce, as it may have been for the previous server.
-    fn replay(&mut self, mut records: Records) -> Result<()> {
-        // Events of the initial records were published before the log was written.
-        let mut old = true;
-        for record in &mut records {
-            let record = record.map_err(catalogue_error)?;
-            let seen = if old { None } else { self.event_of(&record) };
-            self.journal.replay_record(&record);
-            self.journal.publish_event(seen);
-            match record {
-                Record::Whole { .. } => old = false,
-                Record::Published(version) => self.add_version(*version),
-                Record::Deleted(deleted) => {
-                    self.journal.note_deleted(&deleted);
-                    self.forget_name(&deleted.name);
+    /// Restores the objects of the keeper's entries, if any, and the descriptors of the broker itself: the listening socket and `devices`.
+    pub(crate) fn restore(now: Time, rules: Rules, store: Store, entries: BTreeMap<u64, Entry>) -> Self {
+        let mut identity = None;
+        let (mut versions, mut completed, mut deleted) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut garbage, mut damaged) = (Vec::new(), Vec::new());
+        for (key, Entry { manifest, fds }) in entries {
+            match serde_json::from_slice(&manifest) {
+                Ok(Manifest::Broker(of)) => {
+                    identity = Some(of);
+                    garbage.extend(fds);
                 }
-                Record::Dropped { key } => {
-                    self.forget_leases_of(key);
-                    if let Some(version) = self.forget_version(key)
-                        && let Some(entry) = self.names.get_mut(version.record.name.as_str())
-                    {
-                        entry.forget(version.record.version, key);
-                        // The keeper lacked part of it.
-                        if entry.versions.is_empty() {
-                            self.forget_name(&version.record.name);
+                Ok(Manifest::Version(version)) if version.descriptors() == fds.len() => {
+                    versions.push((key, *version, fds))
+                }
+                Ok(Manifest::Completed(put)) => completed.push((key, put)),
+                Ok(Manifest::Deleted(name)) => deleted.push((key, name)),
+                other => {
+                    let why = match other {
+                        Ok(Manifest::Version(of)) => {
+                            format!("version {} of `{}` lacks descriptors", of.version, of.name)
                         }
-                    }
+                        Ok(_) => "it lacks descriptors".to_owned(),
+                        Err(error) => error.to_string(),
+                    };
+                    tracing::error!(key, why, "an entry of the keeper can't be used: its version is lost");
+                    damaged.push((key, fds.len()));
+                    garbage.extend(fds);
                 }
-                Record::Leased(lease) => {
-                    if self.versions.contains_key(&lease.key) {
-                        self.add_lease(lease, None);
-                    }
-                }
-                Record::Ended { token, .. } => {
-                    self.forget_lease(token);
-                }
-                Record::Reported(report) => self.add_report(report),
-                Record::Recalled { key, .. } => self.mark_recalled(key),
-                Record::Begin { .. } | Record::Seen(_) | Record::Completed(_) | Record::Started => {}
             }
         }
-        self.journal.append_after(&records);
-        for entry in self.names.values_mut() {
+        let mut objects = Self::empty(now, rules, Events::new(identity), store);
+        objects.garbage = garbage;
+        let last_deletion: HashMap<String, u64> = deleted.iter().map(|(key, of)| (of.name.clone(), *key)).collect();
+        for (key, of) in deleted {
+            objects.last_key = objects.last_key.max(key);
+            objects.events.note_deleted(key, of);
+        }
+        for (key, put) in completed {
+            objects.last_key = objects.last_key.max(key);
+            objects.events.note_put(key, put);
+        }
+        for (key, fds) in damaged {
+            objects.store.count(fds);
+            objects.store.remove(key, fds);
+        }
+        for (key, mut version, fds) in versions {
+            objects.store.count(fds.len());
+            // The server died while it deleted the name.
+            if !version.is_unnamed && last_deletion.get(&version.name).is_some_and(|deletion| *deletion > key) {
+                version.is_unnamed = true;
+                objects.store.update(key);
+            }
+            objects.restore_version(key, version, fds);
+        }
+        for entry in objects.names.values_mut() {
             entry.maker = Some(ConnectionId::PREVIOUS_SERVER);
         }
-        Ok(())
+        objects.last_restored = objects.last_key;
+        objects
     }
 
-    /// Attaches descriptors to the versions. Versions without all descriptors are lost; unreferenced descriptors are removed.
-    fn join(&mut self, mut segments: HashMap<SegmentId, OwnedFd>) {
-        let lacks = |key: &u64| {
-            let record = &self.versions[key].record;
-            segments_of(record).any(|id| !segments.contains_key(&id))
-        };
-        let mut keys: Vec<u64> = self.versions.keys().copied().collect();
-        keys.sort_unstable();
-        let lost: Vec<u64> = keys.iter().copied().filter(lacks).collect();
-        for key in lost {
-            self.drop_lost(key);
+    fn restore_version(&mut self, key: u64, version: Version, fds: Vec<OwnedFd>) {
+        self.charge(&version);
+        if !version.is_unnamed && !self.names.contains_key(version.name.as_str()) {
+            self.users.add_object(version.owner.uid);
         }
-        let mut given = HashSet::new();
-        for version in self.versions.values() {
-            for (id, size) in sized_segments_of(&version.record) {
-                match segments.remove(&id) {
-                    Some(fd) => {
-                        given.insert(id);
-                        self.segments.restore(id, fd, size);
-                    }
-                    None if given.contains(&id) => self.segments.add_reference(id),
-                    None => continue,
-                }
-                self.users.add_segment(version.payer(), id);
-            }
-        }
-        if !segments.is_empty() {
-            tracing::info!(descriptors = segments.len(), "removing descriptors that no version uses");
-        }
-        for (id, fd) in segments {
-            self.store.remove(Name::Segment(id));
-            self.garbage.push(fd);
-        }
-        self.segments.rebuild_free_list();
+        self.last_key = self.last_key.max(key);
+        self.add_version(key, version, fds);
     }
 
-    /// Drops a version of which the keeper lacked some descriptors.
-    fn drop_lost(&mut self, key: u64) {
-        self.forget_leases_of(key);
-        if let Err(error) = self.write(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot record that a version is lost");
-        }
-        let Some(version) = self.forget_version(key) else { return };
-        let (name, number) = (version.record.name, version.record.version);
-        self.lost.add(&name, number);
-        tracing::error!(name, version = number, "a version is lost: the keeper lacked some of its memory");
-        if let Some(entry) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
-            entry.forget(number, key);
-            if entry.versions.is_empty() {
-                // `Dropped` also removes the name: no further record is needed.
-                self.forget_name(&name);
-            }
-        }
-    }
-
-    fn forget_leases_of(&mut self, key: u64) {
-        if self.versions.get(&key).is_none_or(|version| version.leases == 0) {
+    /// Ends the time in which clients resume the leases of the previous server: drops the versions that nobody holds, and lets names expire.
+    pub(crate) fn end_unresumed(&mut self) {
+        if std::mem::take(&mut self.last_restored) == 0 {
             return;
         }
-        let tokens = self.leases.iter().filter(|(_, held)| held.record.key == key).map(|(token, _)| *token);
-        for token in tokens.collect::<Vec<_>>() {
-            self.forget_lease(token);
-        }
-    }
-
-    /// Finishes cleanup that the previous server did not complete.
-    fn finish_cleanup(&mut self) {
-        let unnamed = self.versions.iter().filter(|(_, version)| !version.named && version.leases == 0);
+        let unnamed = self.versions.iter().filter(|(_, version)| version.record.is_unnamed);
         let unnamed: Vec<u64> = unnamed.map(|(key, _)| *key).collect();
-        unnamed.into_iter().for_each(|key| self.drop_if_unused(key));
-        for name in self.names.keys().cloned().collect::<Vec<_>>() {
+        for key in unnamed {
+            self.drop_if_unused(key);
+        }
+        for (key, version) in &mut self.versions {
+            if version.leases == 0 && std::mem::take(&mut version.record.is_recalled) {
+                self.store.update(*key);
+            }
+        }
+        for name in self.names.keys().cloned().collect::<Vec<Arc<str>>>() {
             if let Some(entry) = self.names.get_mut(&name) {
+                entry.maker.take_if(|maker| *maker == ConnectionId::PREVIOUS_SERVER);
                 entry.idle_since = self.now.at;
             }
             self.drop_old(&name, usize::MAX);
             self.note_expiry(&name);
+        }
+    }
+
+    /// Whether clients may still resume leases of this version.
+    pub(super) fn is_awaited(&self, key: u64) -> bool {
+        key <= self.last_restored
+    }
+
+    /// Whether clients may still resume leases of the previous server.
+    pub(crate) fn awaits_clients(&self) -> bool {
+        self.last_restored > 0
+    }
+
+    /// Gives the keeper the listening socket and the device nodes.
+    pub(crate) fn hold_own(&mut self, socket: OwnedFd, devices: Vec<(u8, OwnedFd)>) {
+        let (numbers, nodes): (Vec<u8>, Vec<OwnedFd>) = devices.into_iter().unzip();
+        self.events.set_devices(numbers);
+        self.own = std::iter::once(socket).chain(nodes).collect();
+        self.store.send(BROKER, self.own.len());
+    }
+
+    /// Gives the keeper another listening socket.
+    pub(crate) fn hold_socket(&mut self, socket: OwnedFd) {
+        let count = self.own.len();
+        self.garbage.extend(self.own.first_mut().map(|own| std::mem::replace(own, socket)));
+        self.store.replace(BROKER, count, count);
+    }
+
+    /// Sends everything to a new keeper.
+    pub(crate) fn resend(&mut self) {
+        self.store.send(BROKER, self.own.len());
+        self.events.keys().for_each(|key| self.store.send(key, 0));
+        for (key, version) in self.versions.iter().chain(&self.unconfirmed) {
+            self.store.send(*key, version.fds.len());
+        }
+    }
+
+    /// Sends unsent messages to the keeper.
+    pub(crate) fn flush_store(&mut self) -> crate::broker::keeper::Flushed {
+        let mut store = std::mem::take(&mut self.store);
+        let flushed = store.flush(self);
+        self.store = store;
+        flushed
+    }
+
+    /// Refuses a put that the keeper has no room for.
+    pub(super) fn require_room(&self, descriptors: usize) -> Result<(), BrokerError> {
+        self.store.require_room(descriptors)
+    }
+}
+
+impl Source for Objects {
+    fn manifest(&self, key: u64) -> Option<(Vec<u8>, usize)> {
+        let (manifest, descriptors) = if key == BROKER {
+            (Manifest::Broker(self.events.identity().clone()), self.own.len())
+        } else if let Some(version) = self.version(key) {
+            (Manifest::Version(Box::new(version.record.clone())), version.fds.len())
+        } else {
+            (self.events.manifest(key)?, 0)
+        };
+        let json = serde_json::to_vec(&manifest).expect("a manifest is plain data");
+        Some((json, descriptors))
+    }
+
+    fn descriptors(&self, key: u64) -> Option<&[OwnedFd]> {
+        if key == BROKER {
+            return Some(&self.own);
+        }
+        match self.version(key) {
+            Some(version) => Some(&version.fds),
+            None => self.events.manifest(key).map(|_| &[][..]),
         }
     }
 }

@@ -6,13 +6,10 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
-use super::{Objects, Version, view::to_wire};
+use super::{Objects, Version, VersionFd, view::to_wire};
 use crate::{
     broker::{
-        catalogue::{
-            SegmentId,
-            record::{self, Table},
-        },
+        manifest::{self, Table},
         server::state::{
             caller::{Caller, Right},
             refuse,
@@ -247,10 +244,10 @@ impl Objects {
         object: &GetObject,
         parts: &[usize],
     ) -> Result<TableQuery, BrokerError> {
-        let source = |table: &Table, max: u64| match table {
+        let source = |table: &Table, at: Option<usize>, max: u64| match table {
             Table::Inline(text) => Ok(TableSource::Inline(text.clone())),
-            Table::Held { segment, length } => {
-                let fd = self.segments.get(*segment).try_clone_to_owned();
+            Table::Memfd(length) => {
+                let fd = version.fds[at.unwrap_or(0)].try_clone();
                 let fd = fd.map_err(|error| {
                     let message = format!("the broker has no free descriptor to read a table: {error}");
                     BrokerError::new(RefusalCode::Full, message)
@@ -262,7 +259,9 @@ impl Objects {
         let expect = match &object.expect {
             None => None,
             Some(expect) => {
-                let metadata = record.metadata.as_ref().map(|table| source(table, MAX_METADATA)).transpose()?;
+                let metadata = record.metadata.as_ref();
+                let at = record.metadata_place();
+                let metadata = metadata.map(|table| source(table, at, MAX_METADATA)).transpose()?;
                 Some((expect.clone(), metadata))
             }
         };
@@ -270,8 +269,10 @@ impl Objects {
         let tables = match wanted.is_empty() {
             true => VecDeque::new(),
             false => {
+                let places: Vec<_> = record.places().collect();
                 let tables = parts.iter().filter_map(|&index| Some((index, record.parts[index].arrays.as_ref()?)));
-                let sources = tables.map(|(index, table)| source(table, MAX_TABLE).map(|source| (index, source)));
+                let sources = tables
+                    .map(|(index, table)| source(table, places[index].arrays, MAX_TABLE).map(|source| (index, source)));
                 sources.collect::<Result<_, _>>()?
             }
         };
@@ -287,29 +288,30 @@ impl Objects {
     }
 
     pub(crate) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<LeaseParts> {
-        let record = &self.versions.get(&selection.key)?.record;
-        let (mut tables, mut segments) = (Vec::new(), Vec::new());
-        let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
-        tables.extend(segment.flatten());
+        let key = selection.key;
+        let record = &self.versions.get(&key)?.record;
+        let places: Vec<_> = record.places().collect();
+        let fd = |at: usize| VersionFd { key, at };
+        let mut tables: Vec<VersionFd> = record.metadata_place().map(fd).into_iter().collect();
+        let mut segments = Vec::new();
         let mut parts = Vec::with_capacity(selection.parts.len());
         for (index, runs) in &selection.parts {
-            let part = &record.parts[*index];
-            let (arrays, segment) = part.arrays.as_ref().map(to_wire).unzip();
-            tables.extend(segment.flatten());
+            let (part, place) = (&record.parts[*index], places[*index]);
+            tables.extend(place.arrays.map(fd));
             for run in runs {
-                let (first, count) = (run.first as usize, run.segments as usize);
-                segments.extend_from_slice(&part.segments[first..first + count]);
+                let range = run.first as usize..(run.first + run.segments) as usize;
+                segments.extend(range.map(|at| (fd(place.first_segment + at), part.sizes[at])));
             }
             parts.push(LeasePartHeader {
                 name: part.name.clone(),
                 memory: part.memory.clone(),
                 runs: runs.clone(),
-                arrays,
+                arrays: part.arrays.as_ref().map(to_wire),
                 digest: part.digest.clone(),
             });
         }
         let all = |(index, runs): &(usize, Vec<Run>)| {
-            runs.iter().map(|run| run.segments).sum::<u64>() == record.parts[*index].segments.len() as u64
+            runs.iter().map(|run| run.segments).sum::<u64>() == record.parts[*index].sizes.len() as u64
         };
         let whole = selection.parts.len() == record.parts.len() && selection.parts.iter().all(all);
         let header = LeaseHeader {
@@ -320,7 +322,7 @@ impl Objects {
             created_ms: record.created_ms,
             owner: record.owner,
             backend: record.backend.as_str().to_owned(),
-            metadata,
+            metadata: record.metadata.as_ref().map(to_wire),
             mode: Some(record.mode),
             lifetime: Some(record.lifetime),
             keep: Some(record.keep),
@@ -338,9 +340,9 @@ pub(crate) struct LeaseParts {
     /// The message, without segment sizes.
     pub(crate) header: LeaseHeader,
     /// Tables, in the order of their descriptors.
-    pub(crate) tables: Vec<SegmentId>,
+    pub(crate) tables: Vec<VersionFd>,
     /// Segments with sizes.
-    pub(crate) segments: Vec<(SegmentId, u64)>,
+    pub(crate) segments: Vec<(VersionFd, u64)>,
 }
 
 impl Selection {
@@ -401,23 +403,22 @@ fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String,
     }
 }
 
-fn whole_part(part: &record::Part) -> Run {
-    Run { first: 0, segments: part.segments.len() as u64, offset: 0, size: part.memory.mapped_size }
+fn whole_part(part: &manifest::Part) -> Run {
+    Run { first: 0, segments: part.sizes.len() as u64, offset: 0, size: part.memory.mapped_size }
 }
 
 /// The segments that contain the given bytes of a part.
-fn runs_of(part: &record::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
+fn runs_of(part: &manifest::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
     spans.sort_unstable_by_key(|span| span.start);
     // The start of each segment, and the end of the last one.
     let mut starts = vec![0u64];
-    for (_, size) in &part.segments {
+    for size in &part.sizes {
         starts.push(starts[starts.len() - 1] + size);
     }
     let mut ranges: Vec<Range<usize>> = Vec::new();
     for span in spans {
         let last_byte = span.end.max(span.start + 1) - 1;
-        let at =
-            |byte: u64| starts.partition_point(|start| *start <= byte).saturating_sub(1).min(part.segments.len() - 1);
+        let at = |byte: u64| starts.partition_point(|start| *start <= byte).saturating_sub(1).min(part.sizes.len() - 1);
         let (first, end) = (at(span.start), at(last_byte) + 1);
         match ranges.last_mut() {
             Some(last) if first <= last.end => last.end = last.end.max(end),

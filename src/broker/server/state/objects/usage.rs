@@ -1,10 +1,10 @@
 //! Resource usage and limits per user.
 
-use std::collections::{BTreeMap, HashMap, btree_map, hash_map::Entry};
+use std::collections::{HashMap, hash_map::Entry};
 
 use crate::{
     broker::{
-        catalogue::{SegmentId, record},
+        manifest,
         server::state::{
             objects::view::add_bytes,
             quota::{Counted, Rules},
@@ -54,8 +54,8 @@ struct Usage {
     unread: u64,
     /// Descriptors of unpublished puts, received or announced.
     reserved: usize,
-    /// Held descriptors, with the number of references from the user's versions.
-    segments: BTreeMap<SegmentId, u64>,
+    /// Descriptors of the user's versions.
+    held: usize,
     devices: Vec<DeviceBytes>,
 }
 
@@ -63,7 +63,7 @@ impl Usage {
     fn is_empty(&self) -> bool {
         let Self { bytes, waiting, objects, kept, leases, connections, reports, requested, unread, .. } = *self;
         let counts = [bytes, waiting, objects, kept, leases, connections, reports, requested, unread];
-        counts.iter().all(|count| *count == 0) && self.reserved == 0 && self.segments.is_empty()
+        counts.iter().all(|count| *count == 0) && self.reserved + self.held == 0
     }
 }
 
@@ -74,7 +74,8 @@ struct Totals {
     objects: u64,
     leases: u64,
     connections: u64,
-    reserved: usize,
+    /// Descriptors that are held or reserved.
+    descriptors: usize,
     devices: HashMap<DeviceUuid, u64>,
 }
 
@@ -193,54 +194,45 @@ impl Users {
 
     /// Counts descriptors of an unpublished put, received or announced.
     pub(crate) fn reserve(&mut self, uid: u32, descriptors: usize) {
-        self.all.reserved += descriptors;
+        self.all.descriptors += descriptors;
         self.change(uid, |usage| usage.reserved += descriptors);
     }
 
     pub(crate) fn end_reservation(&mut self, uid: u32, descriptors: usize) {
-        self.all.reserved -= descriptors;
+        self.all.descriptors -= descriptors;
         self.change(uid, |usage| usage.reserved -= descriptors);
     }
 
-    pub(crate) fn reserved(&self) -> usize {
-        self.all.reserved
-    }
-
-    /// Counts a kept descriptor of a user's version.
-    pub(crate) fn add_segment(&mut self, uid: u32, id: SegmentId) {
-        self.change(uid, |usage| *usage.segments.entry(id).or_default() += 1);
-    }
-
-    pub(crate) fn remove_segment(&mut self, uid: u32, id: SegmentId) {
-        self.change(uid, |usage| {
-            if let btree_map::Entry::Occupied(mut entry) = usage.segments.entry(id) {
-                *entry.get_mut() -= 1;
-                if *entry.get() == 0 {
-                    entry.remove();
-                }
-            }
-        });
+    /// Descriptors that are held, or reserved for unpublished puts.
+    pub(crate) fn descriptors(&self) -> usize {
+        self.all.descriptors
     }
 
     /// The number of a user's descriptors: connections, pending puts, and kept segments.
     pub(crate) fn descriptors_of(&self, uid: u32) -> usize {
-        self.of(uid).map_or(0, |usage| usage.connections as usize + usage.reserved + usage.segments.len())
+        self.of(uid).map_or(0, |usage| usage.connections as usize + usage.reserved + usage.held)
     }
 
-    pub(crate) fn add_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+    /// Counts a version, and its descriptors.
+    pub(crate) fn add_version(&mut self, of: &manifest::Version) {
+        let (bytes, descriptors) = (of.charged(), of.descriptors());
         self.all.bytes += bytes;
-        for part in parts {
+        self.all.descriptors += descriptors;
+        for part in &of.parts {
             *self.all.devices.entry(part.memory.device.uuid).or_default() += part.memory.mapped_size;
         }
-        self.change(uid, |usage| {
+        self.change(of.payer(), |usage| {
             usage.bytes += bytes;
-            parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.memory));
+            usage.held += descriptors;
+            of.parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.memory));
         });
     }
 
-    pub(crate) fn remove_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+    pub(crate) fn remove_version(&mut self, of: &manifest::Version) {
+        let (bytes, descriptors) = (of.charged(), of.descriptors());
         self.all.bytes -= bytes;
-        for part in parts {
+        self.all.descriptors -= descriptors;
+        for part in &of.parts {
             if let Entry::Occupied(mut entry) = self.all.devices.entry(part.memory.device.uuid) {
                 *entry.get_mut() -= part.memory.mapped_size;
                 if *entry.get() == 0 {
@@ -248,11 +240,12 @@ impl Users {
                 }
             }
         }
-        self.change(uid, |usage| {
+        self.change(of.payer(), |usage| {
             usage.bytes -= bytes;
-            for part in parts {
-                let of = |device: &&mut DeviceBytes| device.device.uuid == part.memory.device.uuid;
-                if let Some(device) = usage.devices.iter_mut().find(of) {
+            usage.held -= descriptors;
+            for part in &of.parts {
+                let is_of_part = |device: &&mut DeviceBytes| device.device.uuid == part.memory.device.uuid;
+                if let Some(device) = usage.devices.iter_mut().find(is_of_part) {
                     device.bytes -= part.memory.mapped_size;
                 }
             }

@@ -2,13 +2,10 @@
 
 use std::{collections::BTreeMap, ops::Bound};
 
-use super::{Name, Objects, Version};
+use super::{Name, Objects, Version, VersionFd};
 use crate::{
     broker::{
-        catalogue::{
-            SegmentId,
-            record::{self, Table},
-        },
+        manifest::{self, Table},
         server::state::caller::{Caller, Right},
     },
     error::{BrokerError, RefusalCode},
@@ -70,7 +67,7 @@ impl Objects {
             devices,
             backend: record.backend.as_str().to_owned(),
             parts: record.parts.len() as u64,
-            segments: record.parts.iter().map(|part| part.segments.len() as u64).sum(),
+            segments: record.parts.iter().map(|part| part.sizes.len() as u64).sum(),
             arrays: record.parts.iter().map(|part| part.array_count).sum(),
             leases: version.leases,
             owner: name.owner,
@@ -101,21 +98,20 @@ impl Objects {
         Page { objects, more: false }
     }
 
-    /// Describes a version. Also returns the segment of its metadata.
-    pub(crate) fn stat(&self, caller: &Caller, stat: &Stat) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
+    /// Describes a version. Also returns the descriptor of its metadata.
+    pub(crate) fn stat(&self, caller: &Caller, stat: &Stat) -> Result<(VersionInfo, Option<VersionFd>), BrokerError> {
         let Stat { name, version } = stat;
         let (entry, version) = self.readable(caller, name, *version)?;
         let record = &version.record;
-        let part = |part: &record::Part| PartInfo {
+        let part = |part: &manifest::Part| PartInfo {
             name: part.name.clone(),
             memory: part.memory.clone(),
             arrays: part.array_count,
             digest: part.digest.clone(),
             maker: part.maker.clone(),
         };
-        let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
-        let report = |report: &record::Report| {
-            let record::Report { reader, at_ms, message, .. } = report.clone();
+        let report = |report: &manifest::Report| {
+            let manifest::Report { reader, at_ms, message } = report.clone();
             ReportInfo { reader, at_ms, message }
         };
         let info = VersionInfo {
@@ -124,10 +120,12 @@ impl Objects {
             lifetime: entry.lifetime,
             keep: entry.keep,
             parts: record.parts.iter().map(part).collect(),
-            metadata,
-            reports: version.reports.iter().map(report).collect(),
+            metadata: record.metadata.as_ref().map(to_wire),
+            reports: record.reports.iter().map(report).collect(),
         };
-        Ok((info, segment.flatten()))
+        let key = self.ids.get(&record.id).copied();
+        let metadata = key.zip(record.metadata_place()).map(|(key, at)| VersionFd { key, at });
+        Ok((info, metadata))
     }
 
     pub(super) fn readable(
@@ -160,7 +158,7 @@ impl Objects {
         let from = who.after.map_or(0, |after| after.saturating_add(1));
         for (scanned, (number, token)) in self.readers.leases(caller, from).enumerate() {
             let Some(held) = self.leases.get(&token) else { continue };
-            let Some(version) = self.versions.get(&held.record.key) else { continue };
+            let Some(version) = self.versions.get(&held.key) else { continue };
             let record = &version.record;
             if !record.name.starts_with(&who.prefix) {
                 if scanned >= MAX_SCANNED && leases.is_empty() {
@@ -170,28 +168,34 @@ impl Objects {
             }
             length += 320 + record.name.len();
             if length > PAGE_BYTES || scanned > MAX_SCANNED && !leases.is_empty() {
-                return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None });
+                return LeasePage::Leases(Leases {
+                    leases,
+                    more: true,
+                    totals: Vec::new(),
+                    claims: None,
+                    resuming: false,
+                });
             }
             leases.push(HeldLease {
                 number,
                 name: record.name.clone(),
                 version: record.version,
                 id: record.id.clone(),
-                named: version.named,
-                pid: held.record.pid,
-                uid: held.record.uid,
-                command: held.record.command.clone(),
-                since_ms: held.record.since_ms,
-                size: held.record.size,
-                recalled: version.recalled,
+                named: !record.is_unnamed,
+                pid: held.reader.pid,
+                uid: held.reader.uid,
+                command: held.reader.command.clone(),
+                since_ms: held.since_ms,
+                size: held.size,
+                recalled: record.is_recalled,
             });
         }
         // Totals get a separate page if there are many leases.
         if length > PAGE_BYTES / 3 && !leases.is_empty() {
-            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None });
+            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None, resuming: false });
         }
         let totals = self.totals(caller, PAGE_BYTES / 2);
-        LeasePage::Leases(Leases { leases, more: false, totals, claims: None })
+        LeasePage::Leases(Leases { leases, more: false, totals, claims: None, resuming: self.awaits_clients() })
     }
 
     /// Usage of all users for a superuser, else of the caller.
@@ -201,8 +205,21 @@ impl Objects {
 
     /// Totals of the broker. O(versions).
     pub(crate) fn total(&self) -> Total {
-        let bytes = self.versions.values().map(Version::bytes).sum();
+        let bytes = self.versions.values().map(|version| version.record.memory()).sum();
         Total { counts: self.counts(), bytes }
+    }
+
+    /// Logs each name that may be lost.
+    pub(crate) fn log_names(&self) {
+        for (name, entry) in &self.names {
+            let version = self.current(entry).record.version;
+            tracing::error!(name = &**name, version, "a version may be lost");
+        }
+    }
+
+    /// Whether there are no names and no leases.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.names.is_empty() && self.leases.is_empty()
     }
 
     pub(crate) fn counts(&self) -> Counts {
@@ -220,10 +237,10 @@ fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
     numbers
 }
 
-/// The wire form of a table, and the segment that is sent along.
-pub(crate) fn to_wire(table: &Table) -> (wire::broker::Table, Option<SegmentId>) {
+/// The wire form of a table.
+pub(crate) fn to_wire(table: &Table) -> wire::broker::Table {
     match table {
-        Table::Inline(text) => (wire::broker::Table::Inline(text.clone()), None),
-        Table::Held { segment, length } => (wire::broker::Table::Length(*length), Some(*segment)),
+        Table::Inline(text) => wire::broker::Table::Inline(text.clone()),
+        Table::Memfd(length) => wire::broker::Table::Length(*length),
     }
 }

@@ -12,7 +12,7 @@ use crate::{
         server::state::{
             drafts::DraftPut,
             inspect::{Inode, inode, inspect},
-            objects::{NewPart, NewTable, Terms},
+            objects::{NewPart, NewTable, NewVersion, Terms},
             refuse,
             upload::ReceivedPut,
         },
@@ -204,7 +204,8 @@ impl Examination {
         if announced.is_empty() {
             announced = parts.iter().map(|part| part.name.clone()).collect();
         }
-        ExaminedPut { share: DraftPut { announced, terms, metadata, parts }, group: put.group, wait }
+        let version = NewVersion { terms, metadata, parts };
+        ExaminedPut { share: DraftPut { announced, version }, group: put.group, wait }
     }
 }
 

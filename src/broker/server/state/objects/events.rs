@@ -1,0 +1,185 @@
+//! The broker's identity, its events for watchers, and the requests that it remembers.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use uuid::Builder;
+
+use crate::{
+    broker::{
+        manifest::{Completed, Deleted, Identity, Manifest, Version},
+        server::state::random::random,
+    },
+    wire::broker::{Event, EventKind, Maker, Owner, Token},
+};
+
+/// The number of events kept.
+const MAX_EVENTS: usize = 16 * 1024;
+
+/// The number of remembered puts of versions that are gone.
+const MAX_COMPLETED: usize = 1024;
+
+/// The number of deleted names remembered per owner.
+const MAX_DELETED: usize = 1024;
+
+/// The bits of an event's number that count the events of one server. The others count the servers, so numbers grow over restarts.
+const EVENT_BITS: u32 = 32;
+
+/// An event, and the data that decides who may see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub(crate) event: Event,
+    pub(crate) owner: Owner,
+    pub(crate) mode: u16,
+}
+
+/// An event of a version. It is numbered when it is published.
+pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, by: &Maker) -> Seen {
+    let event = Event {
+        seq: 0,
+        at_ms,
+        kind,
+        name: of.name.clone(),
+        version: of.version,
+        id: of.id.clone(),
+        uid: by.uid,
+        pid: by.pid,
+        command: by.command.clone(),
+        size: Some(of.memory()),
+        message: None,
+    };
+    Seen { event, owner: of.owner, mode: of.mode }
+}
+
+#[derive(Debug)]
+pub(crate) struct Events {
+    identity: Identity,
+    events: VecDeque<Seen>,
+    last: u64,
+    /// Puts of versions that are gone, by key, and by request.
+    completed: BTreeMap<u64, Completed>,
+    completions: HashMap<Token, u64>,
+    /// Deleted names by the keys of their entries; the keys of each owner, oldest first; and by request. Clients may still hold versions
+    /// of these names.
+    deleted: BTreeMap<u64, Deleted>,
+    deleted_by: HashMap<u32, VecDeque<u64>>,
+    deletions: HashMap<Token, u64>,
+}
+
+impl Events {
+    /// Continues the state of the previous server, if there was one.
+    pub(super) fn new(before: Option<Identity>) -> Self {
+        let new = || Identity {
+            instance: Builder::from_random_bytes(random()).into_uuid().to_string(),
+            ..Identity::default()
+        };
+        let mut identity = before.unwrap_or_else(new);
+        let last = identity.starts << EVENT_BITS;
+        identity.starts += 1;
+        Self {
+            identity,
+            events: VecDeque::new(),
+            last,
+            completed: BTreeMap::new(),
+            completions: HashMap::new(),
+            deleted: BTreeMap::new(),
+            deleted_by: HashMap::new(),
+            deletions: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub(super) fn set_devices(&mut self, devices: Vec<u8>) {
+        self.identity.devices = devices;
+    }
+
+    pub(crate) fn instance(&self) -> &str {
+        &self.identity.instance
+    }
+
+    pub(crate) fn restarts(&self) -> u64 {
+        self.identity.starts - 1
+    }
+
+    /// Numbers an event and keeps it for watchers.
+    pub(super) fn publish(&mut self, mut seen: Seen) {
+        self.last += 1;
+        seen.event.seq = self.last;
+        push_bounded(&mut self.events, seen, MAX_EVENTS);
+    }
+
+    pub(crate) fn last_event(&self) -> u64 {
+        self.last
+    }
+
+    /// The events after a number, and whether earlier events after it were discarded.
+    pub(crate) fn events_after(&self, after: u64) -> (bool, impl Iterator<Item = &Seen>) {
+        let first = self.last + 1 - self.events.len() as u64;
+        let skip = usize::try_from((after + 1).saturating_sub(first)).unwrap_or(usize::MAX);
+        (after + 1 < first, self.events.iter().skip(skip))
+    }
+
+    /// Remembers the put of a version that is gone. Returns the key of an entry that is no longer needed.
+    pub(super) fn note_put(&mut self, key: u64, put: Completed) -> Option<u64> {
+        self.completions.extend(put.requests.iter().map(|request| (*request, key)));
+        self.completed.insert(key, put);
+        if self.completed.len() <= MAX_COMPLETED {
+            return None;
+        }
+        let (oldest, put) = self.completed.pop_first()?;
+        for request in &put.requests {
+            self.completions.remove(request);
+        }
+        Some(oldest)
+    }
+
+    /// The put of a version that is gone, by its request.
+    pub(super) fn put(&self, request: Token) -> Option<&Completed> {
+        self.completed.get(self.completions.get(&request)?)
+    }
+
+    /// Remembers a deleted name. Returns the key of an entry that is no longer needed.
+    pub(super) fn note_deleted(&mut self, key: u64, deleted: Deleted) -> Option<u64> {
+        self.deletions.extend(deleted.request.map(|request| (request, key)));
+        let oldest = push_bounded(self.deleted_by.entry(deleted.owner).or_default(), key, MAX_DELETED);
+        self.deleted.insert(key, deleted);
+        let request = self.deleted.remove(&oldest?)?.request;
+        request.and_then(|request| self.deletions.remove(&request));
+        oldest
+    }
+
+    /// The name that a request has deleted.
+    pub(super) fn delete(&self, request: Token) -> Option<&str> {
+        self.deleted(*self.deletions.get(&request)?).map(|deleted| deleted.name.as_str())
+    }
+
+    fn deleted(&self, key: u64) -> Option<&Deleted> {
+        self.deleted.get(&key)
+    }
+
+    /// The manifest of a completed request.
+    pub(super) fn manifest(&self, key: u64) -> Option<Manifest> {
+        let deleted = self.deleted.get(&key).cloned().map(Manifest::Deleted);
+        deleted.or_else(|| self.completed.get(&key).cloned().map(Manifest::Completed))
+    }
+
+    /// The keys of all completed requests.
+    pub(super) fn keys(&self) -> impl Iterator<Item = u64> {
+        self.completed.keys().chain(self.deleted.keys()).copied()
+    }
+
+    /// Whether this user deleted the name recently.
+    pub(crate) fn was_deleted(&self, name: &str, owner: u32) -> bool {
+        let mut keys = self.deleted_by.get(&owner).into_iter().flatten();
+        keys.any(|key| self.deleted(*key).is_some_and(|deleted| deleted.name == name))
+    }
+}
+
+/// Adds an entry. Returns the oldest one if the queue is full.
+fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, max: usize) -> Option<T> {
+    let oldest = (entries.len() >= max).then(|| entries.pop_front()).flatten();
+    entries.push_back(entry);
+    oldest
+}
