@@ -133,6 +133,7 @@ def test_lmcache_maps_published_tensor(socket: str, monkeypatch: pytest.MonkeyPa
 
 
 RECEIVES = f"""
+import sys
 import torch
 import vmmfd
 from vmmfd.engines import lmcache
