@@ -91,6 +91,8 @@ class Server:
     def _start_again(self, process: subprocess.Popen[str]) -> None:
         process.wait()
         if self.process is process:
+            if process.stdout is not None:
+                process.stdout.close()
             self.start()
 
     def keepers(self) -> dict[int, int]:

@@ -141,7 +141,7 @@ mod root {
     use std::os::{fd::AsRawFd, unix::net::UnixDatagram};
 
     use sendfd::{RecvWithFd, SendWithFd};
-    use vmmfd::{error::RefusalCode, wire::broker::Delete};
+    use vmmfd::error::RefusalCode;
 
     use super::*;
     use crate::{
@@ -341,16 +341,5 @@ mod root {
         assert!(refusal.message.contains("its share is "), "{}", refusal.message);
         let other = greeted_as(OTHER, &server);
         assert!(matches!(put(&other, "fair"), Message::Published(_)));
-        // A memfd counts once, no matter how many objects name it.
-        for name in ["hostile/0", "hostile/1", "hostile/2"] {
-            let delete = Message::Delete(Delete { name: name.to_owned(), request: None });
-            assert!(matches!(hostile.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
-        }
-        let material = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(5);
-        for at in 0..10 {
-            let put = Message::Put(Box::new(material.put(&format!("same/{at}"))));
-            let answer = hostile.ask(&put, &material.fds()).unwrap();
-            assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-        }
     }
 }
