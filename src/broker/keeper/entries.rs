@@ -60,6 +60,7 @@ impl Entries {
 
     pub(super) fn remove(&mut self, key: u64) {
         self.all.remove(&key);
+        self.arriving.take_if(|(arriving, _)| *arriving == key);
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Entry)> {

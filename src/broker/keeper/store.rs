@@ -131,7 +131,8 @@ impl Store {
     /// Fails if the keeper has no room for `more` descriptors.
     pub(in crate::broker) fn require_room(&self, more: usize) -> Result<(), BrokerError> {
         let (used, allowed) = self.room();
-        if self.keeper == Keeper::None || used + more <= allowed {
+        // A keeper that has not greeted this server has not told its limit.
+        if self.keeper == Keeper::None || !self.greeted || used + more <= allowed {
             return Ok(());
         }
         let message = format!(
@@ -216,6 +217,11 @@ impl Store {
         self.keeper == Keeper::None || self.connection.is_some() && self.confirmed >= mark.0
     }
 
+    /// Whether messages wait to be sent.
+    pub(in crate::broker) fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
     /// How many items have been sent.
     pub(in crate::broker) fn sent(&self) -> u64 {
         self.sent
@@ -265,7 +271,8 @@ impl Store {
                 Item::Entry(key) | Item::Update(key) => {
                     let (key, is_update) = (*key, matches!(first, Item::Update(_)));
                     if self.sending.is_none() {
-                        let found = source.manifest(key);
+                        // A version that is gone has no descriptors, and its entry follows.
+                        let found = source.manifest(key).filter(|(_, descriptors)| !is_update || *descriptors > 0);
                         self.sending = found.map(|(manifest, descriptors)| match is_update {
                             true => Sending::update(key, manifest),
                             false => Sending::new(key, manifest, descriptors),

@@ -308,13 +308,15 @@ impl Server {
         let (listener, Traces { reserves_names, .. }) = listen(path, &config, false, cancel)?;
         let objects =
             Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), Store::none(), BTreeMap::new());
-        Self::with(listener, config, objects, reserves_names, KeeperLink::default(), cancel)
+        Self::with(listener, config, objects, Vec::new(), reserves_names, KeeperLink::default(), cancel)
     }
 
     fn resume(path: &Path, config: ServerConfig, taken: Takeover, cancel: &Cancel) -> Result<Self> {
         let Takeover { store, mut inherited, whole, link, keeper } = taken;
         // The keeper has the socket even if its file is gone.
-        let socket = inherited.get_mut(&BROKER).and_then(|own| own.fds.drain(..).next());
+        let mut own = inherited.get_mut(&BROKER).map(|own| std::mem::take(&mut own.fds)).unwrap_or_default();
+        let nodes = own.split_off(own.len().min(1));
+        let socket = own.pop();
         let takes_over = socket.is_some();
         let (listener, bound) = listen_again(socket, path, &config, cancel)?;
         let reserves_names = bound.is_some_and(|traces| traces.reserves_names) && !takes_over;
@@ -331,13 +333,15 @@ impl Server {
         let rules = Rules::new(config.quota, config.total_quota);
         let objects = Objects::restore(Time::now(), rules, store, inherited);
         let keeper_link = KeeperLink::new(link, keeper, config.leave.clone());
-        Self::with(listener, config, objects, reserves_names, keeper_link, cancel)
+        Self::with(listener, config, objects, nodes, reserves_names, keeper_link, cancel)
     }
 
+    /// `nodes` are the device nodes of the previous server. They stay open until the others are.
     fn with(
         listener: Listener,
         config: ServerConfig,
         mut objects: Objects,
+        nodes: Vec<OwnedFd>,
         reserves_names: bool,
         keeper_link: KeeperLink,
         cancel: &Cancel,
@@ -347,8 +351,8 @@ impl Server {
             0 => Err(error),
             // A failing option must not withhold existing objects from clients.
             _ => {
-                tracing::error!(error = error.in_full(), "cannot hold the devices open");
-                Ok(Vec::new())
+                tracing::error!(error = error.in_full(), "cannot hold all devices open");
+                Ok(objects.events().identity().devices.iter().copied().zip(nodes).collect())
             }
         })?;
         let socket = listener.as_fd().try_clone_to_owned().map_err(duplication_failed)?;

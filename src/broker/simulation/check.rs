@@ -16,7 +16,7 @@ use crate::{
             client::PendingRequest,
             drafts,
             objects::audit::Audit,
-            root::{Change, State, UnconfirmedKind},
+            root::{Change, ReadyPut, State, UnconfirmedKind},
         },
         verbs::effects::Work,
     },
@@ -164,7 +164,8 @@ impl World {
         let parts = server.state.drafts.values().flat_map(|draft| &draft.puts);
         let reserved = uploads.sum::<usize>()
             + parts.map(|(_, parts)| drafts::descriptors_of(parts)).sum::<usize>()
-            + server.work.iter().map(|work| work.reserved).sum::<usize>();
+            + server.work.iter().map(|work| work.reserved).sum::<usize>()
+            + server.state.changes.queued_puts().map(ReadyPut::descriptors).sum::<usize>();
         require(server.state.objects.reserved() == reserved, || {
             format!("{} descriptors are reserved for {reserved}", server.state.objects.reserved())
         })

@@ -379,7 +379,8 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
         RefusalCode::Stopped => pending.is_stopped,
         RefusalCode::Denied => {
             let owner = state.objects.owner_of(name);
-            owner.is_some_and(|uid| uid != client.uid) || drafts.any(|uid| uid != client.uid)
+            // The next change of the name may have deleted it since.
+            owner.is_none_or(|uid| uid != client.uid) || drafts.any(|uid| uid != client.uid)
         }
         RefusalCode::Quota => is_near_quota(state),
         _ => false,

@@ -230,7 +230,8 @@ impl KeeperLink {
 
     fn check_later(&self, context: &mut LoopContext<'_>) {
         let store = context.state.objects.store();
-        if store.connection().is_some() && store.sent() != self.read {
+        // A long entry is queued until its last record is sent.
+        if store.connection().is_some() && (store.sent() != self.read || store.has_queued()) {
             context.timers.set_once(context.limits.silence / 5, Timer::Keeper);
         }
     }

@@ -9,7 +9,7 @@ use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
     client::{ClientState, PendingRequest},
-    drafts::Drafts,
+    drafts::{Drafts, descriptors_of},
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
@@ -54,6 +54,18 @@ pub(crate) struct Changes {
     pub(crate) reserved: Vec<ReadyPut>,
 }
 
+#[cfg(test)]
+impl Changes {
+    /// Puts that have not begun.
+    pub(crate) fn queued_puts(&self) -> impl Iterator<Item = &ReadyPut> {
+        let waiting = self.waiting.values().flatten().filter_map(|change| match change {
+            Change::Put(put) => Some(put),
+            Change::Delete(..) => None,
+        });
+        waiting.chain(&self.reserved)
+    }
+}
+
 /// A change that the keeper confirms when it has read everything before `mark`.
 #[derive(Debug)]
 pub(crate) struct Unconfirmed {
@@ -81,6 +93,18 @@ pub(crate) enum Change {
 pub(crate) struct ReadyPut {
     pub(crate) makers: Vec<ConnectionId>,
     pub(crate) version: NewVersion,
+}
+
+impl ReadyPut {
+    /// The user whose quota it counts towards.
+    pub(crate) fn uid(&self) -> u32 {
+        self.version.parts.first().map_or(0, |part| part.maker.uid)
+    }
+
+    /// Upper bound of its descriptors.
+    pub(crate) fn descriptors(&self) -> usize {
+        1 + descriptors_of(&self.version.parts)
+    }
 }
 
 impl State {

@@ -2,7 +2,7 @@
 
 use super::{
     effects::{Effect, Effects, Outcome},
-    get, lease, parts, put,
+    get, lease, parts, publish, put,
     reply::refuse,
     watch::page_sent,
 };
@@ -36,6 +36,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     match client.request {
         PendingRequest::Upload(upload) => put::end_upload(state, effects, *upload),
         PendingRequest::Parts(key) => parts::withdraw(state, effects, id, &key),
+        PendingRequest::Confirmation => publish::withdraw(state, effects, id),
         _ => {}
     }
     state.objects.connection_closed(id, uid, client.leases, client.names);

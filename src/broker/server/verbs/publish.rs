@@ -16,7 +16,7 @@ use crate::{
         table::sealed,
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Token},
+    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Resume, Token},
 };
 
 /// Begins a change of a name. If a put of the name is unconfirmed, the change waits for it.
@@ -28,6 +28,9 @@ pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
     makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
     if state.objects.is_unconfirmed(name) {
         let name = name.clone();
+        if let Change::Put(put) = &change {
+            state.objects.users().reserve(put.uid(), put.descriptors());
+        }
         return state.changes.waiting.entry(name).or_default().push_back(change);
     }
     match change {
@@ -46,6 +49,7 @@ fn begin_put(state: &mut State, effects: &mut Effects, put: ReadyPut) {
     // The name's former owner may still restore it, and the broker no longer knows the owner.
     let is_new = terms.restore.is_none() && state.objects.current_key(&terms.name).is_none();
     if state.changes.reserves_names && is_new {
+        state.objects.users().reserve(put.uid(), put.descriptors());
         return state.changes.reserved.push(put);
     }
     let ReadyPut { makers, mut version } = put;
@@ -56,6 +60,10 @@ fn begin_put(state: &mut State, effects: &mut Effects, put: ReadyPut) {
     // The first attempt of this request may have been completed meanwhile.
     let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
     if let Some(published) = terms.requests.iter().find_map(published_before) {
+        // If the name's lifetime depends on its maker, it now depends on this connection.
+        let resume = Resume { leases: Vec::new(), puts: terms.requests.clone() };
+        let names = state.objects.resume(&caller, &resume).names;
+        state.clients.entry(caller.connection).and_modify(|client| client.names.extend(names));
         effects.close_fds(Some(caller.uid), version.into_fds());
         return reply_to_makers(state, effects, &makers, &published);
     }
@@ -122,6 +130,9 @@ fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
     while !state.objects.is_unconfirmed(&name)
         && let Some(next) = waiting.pop_front()
     {
+        if let Change::Put(put) = &next {
+            state.objects.users().end_reservation(put.uid(), put.descriptors());
+        }
         change(state, effects, next);
     }
     if !waiting.is_empty() {
@@ -129,10 +140,32 @@ fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
     }
 }
 
+/// Drops the puts of a closed connection that have not begun.
+pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    let clients = &state.clients;
+    let is_abandoned =
+        |put: &ReadyPut| put.makers.contains(&id) && !put.makers.iter().any(|id| clients.contains_key(id));
+    let mut abandoned = Vec::new();
+    for changes in state.changes.waiting.values_mut() {
+        for change in std::mem::take(changes) {
+            match change {
+                Change::Put(put) if is_abandoned(&put) => abandoned.push(put),
+                change => changes.push_back(change),
+            }
+        }
+    }
+    abandoned.extend(state.changes.reserved.extract_if(.., |put| is_abandoned(put)));
+    for put in abandoned {
+        state.objects.users().end_reservation(put.uid(), put.descriptors());
+        effects.close_fds(Some(put.uid()), put.version.into_fds());
+    }
+}
+
 /// Stops reserving names for clients that restore lost objects, and continues the waiting puts.
 pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
     state.changes.reserves_names = false;
     for put in std::mem::take(&mut state.changes.reserved) {
+        state.objects.users().end_reservation(put.uid(), put.descriptors());
         change(state, effects, Change::Put(put));
     }
 }

@@ -343,7 +343,13 @@ impl Objects {
         }
         let name = self.names.get_mut(record.name.as_str()).expect("the name was just added");
         (name.lifetime, name.keep) = (lifetime, keep);
-        name.versions.insert(record.version, key);
+        // Two versions have a number if the keeper had an outdated entry of a name that was put again.
+        if let Some(outdated) = name.versions.insert(record.version, key)
+            && let Some(version) = self.versions.get_mut(&outdated)
+        {
+            version.record.is_unnamed = true;
+            self.store.update(outdated);
+        }
         let earlier = name.earlier();
         self.users.set_kept(name.owner.uid, name.kept, earlier);
         name.kept = earlier;

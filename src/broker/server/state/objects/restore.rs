@@ -31,14 +31,14 @@ impl Objects {
                 Ok(Manifest::Version(version)) if version.descriptors() == fds.len() => {
                     versions.push((key, *version, fds))
                 }
-                Ok(Manifest::Completed(put)) => completed.push((key, put)),
-                Ok(Manifest::Deleted(name)) => deleted.push((key, name)),
+                Ok(Manifest::Completed(put)) if fds.is_empty() => completed.push((key, put)),
+                Ok(Manifest::Deleted(name)) if fds.is_empty() => deleted.push((key, name)),
                 other => {
                     let why = match other {
                         Ok(Manifest::Version(of)) => {
                             format!("version {} of `{}` lacks descriptors", of.version, of.name)
                         }
-                        Ok(_) => "it lacks descriptors".to_owned(),
+                        Ok(_) => "it has other descriptors than it names".to_owned(),
                         Err(error) => error.to_string(),
                     };
                     tracing::error!(key, why, "an entry of the keeper can't be used: its version is lost");
@@ -52,11 +52,13 @@ impl Objects {
         let last_deletion: HashMap<String, u64> = deleted.iter().map(|(key, of)| (of.name.clone(), *key)).collect();
         for (key, of) in deleted {
             objects.last_key = objects.last_key.max(key);
-            objects.events.note_deleted(key, of);
+            let forgotten = objects.events.note_deleted(key, of);
+            forgotten.into_iter().for_each(|key| objects.store.remove(key, 0));
         }
         for (key, put) in completed {
             objects.last_key = objects.last_key.max(key);
-            objects.events.note_put(key, put);
+            let forgotten = objects.events.note_put(key, put);
+            forgotten.into_iter().for_each(|key| objects.store.remove(key, 0));
         }
         for (key, fds) in damaged {
             objects.store.count(fds);
