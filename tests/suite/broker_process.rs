@@ -25,7 +25,10 @@ use nix::{
     },
     unistd::{Gid, Pid, Uid, setgid, setgroups, setuid},
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
+    SocketType, bind, socket,
+};
 use sendfd::SendWithFd;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
@@ -129,8 +132,9 @@ impl Process {
         let path = folder.path().join("broker.sock");
         setup.path.clone_from(&path);
         if setup.after_loss {
-            // The drop leaves the socket file.
-            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+            // The drop leaves the socket file. The socket never listens: a fork of another test may hold a copy of it.
+            let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+            bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
             std::os::unix::fs::chown(&path, Some(setup.user), None).unwrap();
         }
         let program = env::current_exe().unwrap();
