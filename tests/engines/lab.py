@@ -34,10 +34,10 @@ class Process:
         self.log = lab.folder / f"{name}.log"
         self.command, self.environment = [str(each) for each in command], os.environ | environment
         self.log.write_text("")
-        self.start()
+        self.launch()
         lab.processes.append(self)
 
-    def start(self):
+    def launch(self):
         with open(self.log, "a") as log:
             self.child = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                           env=self.environment, start_new_session=True, text=True, bufsize=1)
@@ -105,7 +105,7 @@ class Broker(Process):
         self.child.kill()
         self.child.wait()
         listening = self.text().count("listening")
-        self.start()
+        self.launch()
         self.wait_for("line that the next server listens", lambda: self.text().count("listening") > listening, 20)
 
     def kill(self):
@@ -123,13 +123,6 @@ class Broker(Process):
         if done.returncode:
             raise Failed(f"vmmfd {' '.join(command)} exited with {done.returncode}: {done.stdout}{done.stderr}"[:600])
         return json.loads(done.stdout)
-
-    def end(self):
-        members = self.members()
-        super().end()
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 class Engine(Process):
