@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,21 @@ def test_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     recorded = _contents.Contents(str(tmp_path)).record()
     file.write_bytes(b"b" * 1000 + b"a" * 2500)
     assert difference(tmp_path, recorded)[0] == "model.safetensors has other bytes"
+
+
+def test_files_are_read_beside_other_work(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = _contents.Contents(str(checkpoint))
+    with contents.reading_beside():
+        pass
+    monkeypatch.setattr(_contents, "_piece", lambda *_: pytest.fail("a file was read again"))
+    assert contents.record() == json.loads(json.dumps(contents.record())) and contents.read == 3000
+    # A failed load does not wait for all files. One thread reads, so the others wait for it.
+    monkeypatch.setattr(_contents, "_THREADS", 1)
+    begun = []
+    monkeypatch.setattr(_contents, "_piece", lambda path, _: (begun.append(path), time.sleep(0.2)))
+    with pytest.raises(KeyError), _contents.Contents(str(checkpoint)).reading_beside():
+        raise KeyError
+    assert len(begun) <= 1
 
 
 def test_missing_files_need_the_same_source(checkpoint: Path, tmp_path: Path) -> None:

@@ -179,6 +179,26 @@ def timed(row, engine, name):
     return started
 
 
+def first(lab):
+    """The first engine, which loads 8.4 GB of weights and publishes them, beside vLLM's own loader: three rounds."""
+    (model,) = lab.checkpoints(("large", "plain"))
+    # The first engine on a machine compiles.
+    warm = lab.engine("warm", model)
+    warm.start()
+    warm.quit()
+    with lab.row("first-engine") as row:
+        for turn in range(3):
+            broker = Broker(lab, f"first-{turn}")
+            for name, of in (("disk", None), ("publish", broker)):
+                engine = lab.engine(f"{name}-{turn}", model, of)
+                timed(row, engine, f"{turn}_{name}")
+                row[f"{turn}_{name}_says"] = engine.line(PUBLISHED) if of else ""
+                engine.quit()
+                lab.memory.settled()
+            broker.end()
+            row[f"{turn}_more_s"] = round(row[f"{turn}_publish_load_model_s"] - row[f"{turn}_disk_load_model_s"], 3)
+
+
 def large(lab):
     """Times and memory with 8.4 GB of weights, beside vLLM's own loaders. One engine runs at a time."""
     lab.note("checkpoint")
@@ -418,5 +438,7 @@ def deaths(row, server, broker, maker, requests=200):
     row.require(row["objects_after_server"] == row["objects_after_keeper"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "turns": (turns, 360),
-          "turns-eight": (turns_eight, 420), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260)}
+GROUPS = {
+    "tokens": (tokens, 480), "first": (first, 420), "large": (large, 500), "failures": (failures, 480), "live": (live, 420),
+    "turns": (turns, 360), "turns-eight": (turns_eight, 420), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260),
+}

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 class Contents:
-    """The contents of a checkpoint as this process sees them. The constructor finds the files; only `record` and `difference` read them."""
+    """The contents of a checkpoint as this process sees them. The constructor finds the files; `record` and `difference` read them, and
+    `reading_beside` does so in the background."""
 
     def __init__(self, model: str, commit: str | None = None) -> None:
         is_local = os.path.exists(model)
@@ -39,6 +40,8 @@ class Contents:
             self.files = _weight_files(Path(model))
             self._stats = {name: _stat(path) for name, path in self.files.items()}
         self._digests: dict[str, str] = {}
+        # The digests of the pieces of files that threads read.
+        self._pieces: dict[str, list[Future[bytes]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +94,30 @@ class Contents:
         """The bytes of files that this object has read."""
         return sum(self._stats[name][2] for name in self._digests)
 
-    def _read(self, names: list[str]) -> None:
-        names = [name for name in names if name not in self._digests]
-        pieces = [(name, offset) for name in names for offset in range(0, max(self._stats[name][2], 1), _PIECE)]
-        with self._reading(), ThreadPoolExecutor(_THREADS) as threads:
-            digests = list(threads.map(lambda piece: _piece(self.files[piece[0]], piece[1]), pieces))
+    @contextmanager
+    def reading_beside(self) -> Iterator[None]:
+        """Reads in the background the files that `record` needs, until the end of the block."""
+        with ThreadPoolExecutor(_THREADS) as threads:
+            if self.commit is None:
+                self._begin(threads, list(self.files))
+            try:
+                yield
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+
+    def _begin(self, threads: ThreadPoolExecutor, names: list[str]) -> None:
         for name in names:
-            mine = b"".join(digest for (of, _), digest in zip(pieces, digests, strict=True) if of == name)
-            self._digests[name] = hashlib.sha256(mine).hexdigest()
+            offsets = range(0, max(self._stats[name][2], 1), _PIECE)
+            self._pieces[name] = [threads.submit(_piece, self.files[name], offset) for offset in offsets]
+
+    def _read(self, names: list[str]) -> None:
+        with self._reading(), ThreadPoolExecutor(_THREADS) as threads:
+            self._begin(threads, [name for name in names if name not in self._digests and name not in self._pieces])
+            for name in names:
+                if name in self._pieces:
+                    mine = b"".join(piece.result() for piece in self._pieces.pop(name))
+                    self._digests[name] = hashlib.sha256(mine).hexdigest()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

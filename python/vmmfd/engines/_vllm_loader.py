@@ -229,9 +229,10 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         loader = self._from_disk(DiskLoader)
         loader.must_be_shareable, loader.claim = self.options["on_unsupported"] == "fail", found.held
         times = [time.perf_counter()]
-        with self._pool(device, found):
-            model = loader.load_model(**arguments)
-        times.append(time.perf_counter())
+        with found.contents.reading_beside():
+            with self._pool(device, found):
+                model = loader.load_model(**arguments)
+            times.append(time.perf_counter())
         try:
             check_methods(model)
             value = _exact.Exact(found.broker, model, device)
