@@ -354,7 +354,7 @@ impl Array {
     /// `None`. No stream waits: this process's copies are complete. `copy=True` returns a contiguous copy in new memory.
     ///
     /// Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and for
-    /// element types without a DLPack code; `Invalid` for an invalid stream.
+    /// element types without a DLPack code; `Invalid` for an invalid stream, and `Unsupported` for a stream on the host.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -547,7 +547,7 @@ fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()>
     let shown = shown(stream)?;
     if array.is_host() {
         let text = format!("stream={shown} does not apply to host memory: omit it");
-        return Err(Failure::invalid(text));
+        return Err(Failure::unsupported(text));
     }
     match stream.extract::<i64>() {
         Ok(0) => Err(Failure::invalid(

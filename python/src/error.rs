@@ -51,6 +51,11 @@ impl Failure {
         Self::Caller("Invalid", message.into())
     }
 
+    /// A request that this memory can't serve: `NotImplementedError`, which is a `RuntimeError`.
+    pub(crate) fn unsupported(message: impl Into<String>) -> Self {
+        Self::Caller("Unsupported", message.into())
+    }
+
     /// An object whose state forbids the call: `ValueError`.
     pub(crate) fn unusable(message: impl Into<String>) -> Self {
         Self::Caller("Invalid", message.into())

@@ -211,7 +211,7 @@ class Array:
         `None`. No stream waits: this process's copies are complete. `copy=True` returns a contiguous copy in new memory.
 
         Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and for
-        element types without a DLPack code; `Invalid` for an invalid stream."""
+        element types without a DLPack code; `Invalid` for an invalid stream, and `Unsupported` for a stream on the host."""
 
     def _capsule(self) -> Any:
         """Returns a DLPack capsule without the read-only flag; no stream waits. The caller promises not to write."""
