@@ -4,10 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     driver::Backend,
-    wire::{
-        Memory,
-        broker::{Attached, Lifetime, Maker, Owner, Published, Token},
-    },
+    wire::broker::{Lifetime, Maker, Owner, Published, PutPartHeader, Table, Token},
 };
 
 /// The key of the entry that describes the broker itself. It is handed over first.
@@ -92,42 +89,11 @@ pub(in crate::broker) struct Version {
 /// A part of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Part {
-    pub(in crate::broker) name: String,
-    pub(in crate::broker) memory: Memory,
-    /// The part's arrays.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(in crate::broker) arrays: Option<Table>,
-    pub(in crate::broker) array_count: u64,
+    pub(in crate::broker) header: PutPartHeader,
     /// The process that put it.
     pub(in crate::broker) maker: Maker,
-    /// The creator's digest of the contents.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(in crate::broker) digest: Option<String>,
     /// The sizes of the segments in order, in bytes.
     pub(in crate::broker) sizes: Vec<u64>,
-}
-
-/// JSON text, inline or in a sealed memfd.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::broker) enum Table {
-    Inline(Attached),
-    /// The length of the text in the memfd, in bytes.
-    Memfd(u64),
-}
-
-impl Table {
-    /// The text's length in bytes.
-    pub(in crate::broker) fn length(&self) -> u64 {
-        match self {
-            Self::Inline(text) => text.as_str().len() as u64,
-            Self::Memfd(length) => *length,
-        }
-    }
-
-    fn has_memfd(table: Option<&Self>) -> bool {
-        matches!(table, Some(Self::Memfd(_)))
-    }
 }
 
 /// A reader's report of a version.
@@ -146,39 +112,53 @@ pub(in crate::broker) struct Place {
     pub(in crate::broker) first_segment: usize,
 }
 
+/// The number of a table's descriptors.
+pub(in crate::broker) fn fds_of(table: Option<&Table>) -> usize {
+    usize::from(table.is_some_and(Table::is_attached))
+}
+
+impl Part {
+    /// Bytes of memory and of the table, as claimed.
+    pub(in crate::broker) fn bytes(&self) -> u64 {
+        self.header.memory.mapped_size + self.header.arrays.as_ref().map_or(0, Table::length)
+    }
+
+    /// The number of descriptors.
+    fn descriptors(&self) -> usize {
+        self.sizes.len() + fds_of(self.header.arrays.as_ref())
+    }
+}
+
 impl Version {
     /// The position of the metadata's descriptor.
     pub(in crate::broker) fn metadata_place(&self) -> Option<usize> {
-        Table::has_memfd(self.metadata.as_ref()).then_some(0)
+        (fds_of(self.metadata.as_ref()) > 0).then_some(0)
     }
 
     /// The positions of each part's descriptors.
     pub(in crate::broker) fn places(&self) -> impl Iterator<Item = Place> {
-        let mut next = usize::from(Table::has_memfd(self.metadata.as_ref()));
+        let mut next = fds_of(self.metadata.as_ref());
         self.parts.iter().map(move |part| {
-            let arrays = Table::has_memfd(part.arrays.as_ref()).then_some(next);
-            let first_segment = next + usize::from(arrays.is_some());
-            next = first_segment + part.sizes.len();
+            let first_segment = next + fds_of(part.header.arrays.as_ref());
+            let arrays = (first_segment > next).then_some(next);
+            next += part.descriptors();
             Place { arrays, first_segment }
         })
     }
 
     /// The number of descriptors.
     pub(in crate::broker) fn descriptors(&self) -> usize {
-        let segments =
-            self.parts.iter().map(|part| part.sizes.len() + usize::from(Table::has_memfd(part.arrays.as_ref())));
-        usize::from(Table::has_memfd(self.metadata.as_ref())) + segments.sum::<usize>()
+        fds_of(self.metadata.as_ref()) + self.parts.iter().map(Part::descriptors).sum::<usize>()
     }
 
     /// Bytes of memory, as claimed.
     pub(in crate::broker) fn memory(&self) -> u64 {
-        self.parts.iter().map(|part| part.memory.mapped_size).sum()
+        self.parts.iter().map(|part| part.header.memory.mapped_size).sum()
     }
 
     /// Bytes that count towards a quota: memory and tables, as claimed.
     pub(in crate::broker) fn charged(&self) -> u64 {
-        let tables = self.metadata.iter().chain(self.parts.iter().filter_map(|part| part.arrays.as_ref()));
-        self.memory() + tables.map(Table::length).sum::<u64>()
+        self.metadata.as_ref().map_or(0, Table::length) + self.parts.iter().map(Part::bytes).sum::<u64>()
     }
 
     /// The user whose quota it counts towards. All parts belong to one user.

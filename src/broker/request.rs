@@ -1,4 +1,4 @@
-//! Checks of a put's request, by its client and by the server.
+//! Checks of a put's request, by its client and by the server, and of its arrays, by its client and by readers.
 
 use std::collections::HashSet;
 
@@ -23,18 +23,8 @@ pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 /// User address space is 47 bits: no process can map more.
 const ADDRESSES: u64 = 1 << 47;
 
-/// The result of [`check`].
-#[derive(Debug)]
-pub(super) struct PutClaims {
-    pub(super) backend: Backend,
-    /// The number of segments.
-    pub(super) segments: usize,
-    /// Bytes of memory and tables.
-    pub(super) bytes: u64,
-}
-
-/// Checks a put without looking at its memory.
-pub(super) fn check(put: &PutHeader) -> Result<PutClaims, BrokerError> {
+/// Checks a put without looking at its descriptors. Returns the backend.
+pub(super) fn check(put: &PutHeader) -> Result<Backend, BrokerError> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
@@ -59,7 +49,6 @@ pub(super) fn check(put: &PutHeader) -> Result<PutClaims, BrokerError> {
         }
     }
     let mut total = 0u64;
-    let mut bytes = 0u64;
     let mut names = HashSet::new();
     for part in &put.parts {
         let name = &part.name;
@@ -72,9 +61,9 @@ pub(super) fn check(put: &PutHeader) -> Result<PutClaims, BrokerError> {
         }
         check_memory(part)?;
         total = total.saturating_add(part.memory.segments);
-        bytes = bytes.saturating_add(part.memory.mapped_size);
+        check_count(part)?;
     }
-    bytes = bytes.saturating_add(check_lengths(put)?);
+    check_lengths(put)?;
     if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
         return invalid("a restored version must have all its parts and no `if_version`");
     }
@@ -90,7 +79,7 @@ pub(super) fn check(put: &PutHeader) -> Result<PutClaims, BrokerError> {
             put.sizes.len()
         ));
     }
-    Ok(PutClaims { backend, segments: total as usize, bytes })
+    Ok(backend)
 }
 
 /// Checks the claims about a part's memory.
@@ -122,29 +111,40 @@ fn check_memory(part: &PutPartHeader) -> Result<(), BrokerError> {
     Ok(())
 }
 
-/// Checks the claimed lengths of a put's tables. Returns their sum.
-fn check_lengths(put: &PutHeader) -> Result<u64, BrokerError> {
+/// Checks the claimed number of arrays.
+fn check_count(part: &PutPartHeader) -> Result<(), BrokerError> {
+    let PutPartHeader { name, arrays, array_count, .. } = part;
+    match (arrays, array_count) {
+        (None, None) => Ok(()),
+        (Some(_), Some(count)) if (1..=MAX_ARRAYS as u64).contains(count) => Ok(()),
+        (Some(_), Some(count)) => {
+            invalid(format!("part `{name}` claims {count} arrays: 1 to {MAX_ARRAYS} are allowed"))
+        }
+        _ => invalid(format!("part `{name}` needs both a table of arrays and their number, or neither")),
+    }
+}
+
+/// Checks the claimed lengths of a put's tables.
+fn check_lengths(put: &PutHeader) -> Result<(), BrokerError> {
     let arrays = put.parts.iter().filter_map(|part| {
         let table = part.arrays.as_ref()?;
         Some((format!("the table of part `{}`", part.name), table, MAX_TABLE))
     });
     let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
-    let (mut sum, mut inline) = (0u64, 0);
+    let mut inline = 0;
     for (what, table, max) in metadata.chain(arrays) {
-        let (length, max, place) = match table {
-            Table::Length(length) => (*length, max, "in a memfd"),
-            Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
+        let (max, place) = match table {
+            Table::Length(_) => (max, "in a memfd"),
+            Table::Inline(_) => (MAX_INLINE as u64, "in the record"),
         };
-        if length > max {
-            return invalid(format!("{what} has {length} bytes {place}: the limit is {max}"));
+        let length = table.length();
+        if !(1..=max).contains(&length) {
+            return invalid(format!("{what} has {length} bytes {place}: 1 to {max} are allowed"));
         }
-        if matches!(table, Table::Inline(_)) {
-            inline += length;
-        }
-        sum = sum.saturating_add(length);
+        inline += if table.is_attached() { 0 } else { length };
     }
     match inline <= MAX_INLINE_TOGETHER as u64 {
-        true => Ok(sum),
+        true => Ok(()),
         false => invalid(format!(
             "the tables in the record have {inline} bytes in total, and the limit is {MAX_INLINE_TOGETHER}: send some in memfds"
         )),

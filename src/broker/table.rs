@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, Write},
     os::{
-        fd::{BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::FileExt,
     },
 };
@@ -28,14 +28,11 @@ pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Reads the text from a peer's memfd, which must be sealed and have exactly this length.
+/// Checks that a peer's descriptor is a sealed memfd of exactly this length. Does not read it.
 ///
 /// # Errors
 /// One sentence that describes the problem.
-pub(super) fn read(fd: BorrowedFd<'_>, length: u64, max: u64) -> Result<String, String> {
-    if length > max {
-        return Err(format!("a table of {length} bytes is too long: at most {max} are allowed"));
-    }
+pub(super) fn check(fd: BorrowedFd<'_>, length: u64) -> Result<(), String> {
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
     match seals {
         Ok(seals) if seals.contains(SEALS) => {}
@@ -43,12 +40,23 @@ pub(super) fn read(fd: BorrowedFd<'_>, length: u64, max: u64) -> Result<String, 
         Err(_) => return Err("the descriptor of a table is not of a memfd".to_owned()),
     }
     let actual = fstat(fd).map_err(|errno| format!("the memfd of a table can't be inspected: {errno}"))?.st_size;
-    if u64::try_from(actual) != Ok(length) {
-        return Err(format!("the memfd of a table has {actual} bytes where {length} were claimed"));
+    match u64::try_from(actual) == Ok(length) {
+        true => Ok(()),
+        false => Err(format!("the memfd of a table has {actual} bytes where {length} were claimed")),
     }
-    let file =
-        fd.try_clone_to_owned().map(File::from).map_err(|error| format!("no descriptor for a table: {error}"))?;
+}
+
+/// Reads the text from a peer's memfd, which must be sealed and have exactly this length.
+///
+/// # Errors
+/// One sentence that describes the problem.
+pub(super) fn read(fd: OwnedFd, length: u64, max: u64) -> Result<String, String> {
+    if length > max {
+        return Err(format!("a table of {length} bytes is too long: at most {max} are allowed"));
+    }
+    check(fd.as_fd(), length)?;
     let mut bytes = vec![0; length as usize];
-    file.read_exact_at(&mut bytes, 0).map_err(|error| format!("the memfd of a table can't be read: {error}"))?;
+    let read = File::from(fd).read_exact_at(&mut bytes, 0);
+    read.map_err(|error| format!("the memfd of a table can't be read: {error}"))?;
     String::from_utf8(bytes).map_err(|_| "a table is not UTF-8".to_owned())
 }

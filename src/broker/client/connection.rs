@@ -33,7 +33,7 @@ use crate::{
     error::{BrokerError, Error, PeerError, RefusalCode, Result, SocketError},
     memory::{Device, DeviceIdentity},
     sys::{fork::ProcessIdentity, inherited::ClosedInForks, lock},
-    wire::broker::{Message, Release, Stop, Token},
+    wire::broker::{Message, Release, ReportHeader, Stop, Token},
 };
 
 /// How many puts are remembered for the next reconnect.
@@ -363,6 +363,12 @@ impl Connection {
             Err(Error::Peer(_)) => {}
             Err(error) => tracing::warn!(%error, "cannot end {what}"),
         }
+    }
+
+    /// Reports a leased version that differs from its description.
+    pub(super) fn report(&self, token: Token, message: String) {
+        // Best effort: a lost report has no effect on this process.
+        let _ = self.send(&Message::Report(ReportHeader { token, message }), &[]);
     }
 
     /// Returns whether the socket had room for the message.

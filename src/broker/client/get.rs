@@ -1,14 +1,29 @@
 //! Selects an object, or a subset of it, and receives a lease of it.
 
-use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::Duration,
+};
 
-use super::{Client, connection::Connection, exchange::Exchange, lease::Lease, records::unexpected};
+use super::{
+    Client,
+    connection::Connection,
+    exchange::Exchange,
+    holdings::PartHeader,
+    lease::{Described, Lease, RawLease, differs, quoting},
+    records::unexpected,
+};
 use crate::{
     broker::name::{check_component, check_name},
-    error::{BrokerError, ProtocolError, RefusalCode, Result},
+    driver::GRANULARITY,
+    error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     wire::{
-        ByteRange, Received,
-        broker::{self, GetObject, LeaseHeader, Message, Token},
+        ByteRange, Check, Received,
+        broker::{self, GetObject, Message, Token},
+        shorten,
     },
 };
 
@@ -32,7 +47,12 @@ use crate::{
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Get {
+    /// The name, the version and the parts.
     object: GetObject,
+    range: Option<ByteRange>,
+    arrays: Option<Vec<String>>,
+    expect: Check,
+    digests: BTreeMap<String, String>,
     owner: Option<u32>,
     wait: Option<Duration>,
 }
@@ -40,7 +60,15 @@ pub struct Get {
 impl Get {
     /// Gets the whole current version. Does not wait.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { object: GetObject { name: name.into(), ..GetObject::default() }, owner: None, wait: None }
+        Self {
+            object: GetObject { name: name.into(), ..GetObject::default() },
+            range: None,
+            arrays: None,
+            expect: Check::new(),
+            digests: BTreeMap::new(),
+            owner: None,
+            wait: None,
+        }
     }
 
     /// Gets this version.
@@ -62,22 +90,23 @@ impl Get {
     }
 
     /// Gets only the segments that hold these bytes of a part. The object must have one part, or [`Get::parts`] must name one.
-    pub fn range(mut self, range: Range<u64>) -> Self {
+    ///
+    /// If this get names no part, a second request selects the segments.
+    pub fn range(self, range: Range<u64>) -> Self {
         let length = range.end.saturating_sub(range.start);
-        self.object.range = Some(ByteRange { offset: range.start, length });
-        self
+        Self { range: Some(ByteRange { offset: range.start, length }), ..self }
     }
 
-    /// Gets only the segments that hold these arrays.
-    pub fn arrays(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        self.object.arrays = Some(names.into_iter().map(Into::into).collect());
-        self
+    /// Gets only the segments that hold these arrays, and only the parts that have them. If several parts have an array, the first does.
+    ///
+    /// The client looks the arrays up in the version's tables, so this takes a second request to the broker.
+    pub fn arrays(self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        Self { arrays: Some(names.into_iter().map(Into::into).collect()), ..self }
     }
 
-    /// Requires these metadata fields to have these values.
-    pub fn expect(mut self, fields: crate::wire::Check) -> Self {
-        self.object.expect = Some(fields);
-        self
+    /// Requires these metadata fields to have these values; otherwise the get fails with the code `differs`.
+    pub fn expect(self, fields: Check) -> Self {
+        Self { expect: fields, ..self }
     }
 
     /// Requires this user to own the name; otherwise the get fails with the code `differs`. Any user may put a name that does not
@@ -88,7 +117,7 @@ impl Get {
 
     /// Requires a part to have this digest.
     pub fn digest(mut self, part: impl Into<String>, digest: impl Into<String>) -> Self {
-        self.object.digests.get_or_insert_with(BTreeMap::new).insert(part.into(), digest.into());
+        self.digests.insert(part.into(), digest.into());
         self
     }
 
@@ -104,18 +133,166 @@ impl Get {
     pub fn check(&self) -> Result<()> {
         check_name(&self.object.name)?;
         self.object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
-        if self.object.range.is_some() && self.object.arrays.is_some() {
-            return Err(BrokerError::new(RefusalCode::Invalid, "a get can request a range or arrays, not both").into());
+        let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
+        if self.range.is_some() && self.arrays.is_some() {
+            return invalid("a get can request a range or arrays, not both");
+        }
+        if self.arrays.as_ref().is_some_and(Vec::is_empty) {
+            return invalid("a get must request at least one array of an object, or omit the list");
         }
         Ok(())
     }
 
-    fn check_owner(&self, lease: &Lease) -> Result<()> {
-        let Some(wanted) = self.owner.filter(|wanted| *wanted != lease.owner().uid) else { return Ok(()) };
-        let name = lease.name();
-        let owner = lease.owner().uid;
-        let message = format!("`{name}` is not as expected: its owner is uid {owner}, not {wanted}");
-        Err(BrokerError::new(RefusalCode::Differs, message).into())
+    /// The only part that the get names.
+    fn only_part(&self) -> Option<&String> {
+        self.object.parts.as_deref().filter(|parts| parts.len() == 1)?.first()
+    }
+
+    /// The requested bytes, if the get names their part.
+    fn named_range(&self) -> Option<BTreeMap<String, Vec<ByteRange>>> {
+        let (range, part) = self.range.zip(self.only_part())?;
+        Some(BTreeMap::from([(part.clone(), vec![range])]))
+    }
+
+    /// Whether the get requires the digest of a part that it does not request.
+    fn needs_other_parts(&self) -> bool {
+        let parts = self.object.parts.as_ref();
+        parts.is_some_and(|parts| self.digests.keys().any(|part| !parts.contains(part)))
+    }
+
+    /// Whether the client needs the description to request the memory.
+    fn needs_description(&self) -> bool {
+        self.arrays.is_some() || self.range.is_some() && self.only_part().is_none() || self.needs_other_parts()
+    }
+
+    /// The first request. It requests no memory if the client needs the description first.
+    fn request(&self) -> GetObject {
+        let mut object = self.object.clone();
+        object.parts.take_if(|_| self.needs_other_parts());
+        object.ranges = if self.needs_description() { Some(BTreeMap::new()) } else { self.named_range() };
+        object
+    }
+
+    /// The request for the memory of a described version, if the first one requested none.
+    fn selection(&self, token: Token, described: &Described) -> Result<Option<GetObject>> {
+        if !self.needs_description() {
+            return Ok(None);
+        }
+        let chosen = |part: &&PartHeader| self.object.parts.as_ref().is_none_or(|parts| parts.contains(&part.name));
+        let chosen: Vec<&PartHeader> = described.parts.iter().filter(chosen).collect();
+        let mut object = GetObject { lease: Some(token), ranges: self.named_range(), ..self.object.clone() };
+        if let Some(names) = &self.arrays {
+            let ranges = ranges_of(&object.name, names, &chosen)?;
+            object.parts = Some(ranges.keys().cloned().collect());
+            object.ranges = Some(ranges);
+        } else if let Some(range) = self.range.filter(|_| object.ranges.is_none()) {
+            let [part] = chosen[..] else {
+                let (name, count) = (&object.name, chosen.len());
+                let message = format!("a range needs exactly one part, but `{name}` has {count}: name the part");
+                return Err(BrokerError::new(RefusalCode::Invalid, message).into());
+            };
+            object.ranges = Some(BTreeMap::from([(part.name.clone(), vec![range])]));
+        }
+        Ok(Some(object))
+    }
+
+    /// Compares a version with the expectations.
+    fn compare(&self, described: &Described) -> Result<()> {
+        let Described { header, parts } = described;
+        let name = &header.name;
+        let mut differences = Vec::new();
+        if let Some(wanted) = self.owner.filter(|wanted| *wanted != header.owner.uid) {
+            differences.push(format!("its owner is uid {}, not {wanted}", header.owner.uid));
+        }
+        for (part, wanted) in &self.digests {
+            let Some(found) = parts.iter().find(|known| known.name == *part) else {
+                return Err(quoting(RefusalCode::Lacks, format!("`{name}` has no part {part}")));
+            };
+            match found.digest.as_deref() {
+                None => differences.push(format!("part {part} has no digest")),
+                Some(found) if found == wanted => {}
+                Some(found) => differences.push(format!("the digest of part {part} is {found}, not {wanted}")),
+            }
+        }
+        let metadata = header.metadata.as_ref().filter(|_| !self.expect.is_empty());
+        let metadata: Check = metadata.and_then(|text| text.read().ok()).unwrap_or_default();
+        for (field, wanted) in &self.expect {
+            match metadata.get(field) {
+                Some(found) if found == wanted => {}
+                Some(found) => differences.push(format!("{field} is {}, not {}", short(found), short(wanted))),
+                None => differences.push(format!("{field} is missing, expected {}", short(wanted))),
+            }
+        }
+        match differences.is_empty() {
+            true => Ok(()),
+            false => Err(differs(format!("`{name}` is not as expected: {}", differences.join("; ")))),
+        }
+    }
+}
+
+/// A value, shortened for a sentence.
+fn short(value: &impl ToString) -> String {
+    let mut text = value.to_string();
+    shorten(&mut text, 100);
+    text
+}
+
+/// The most ranges of one request. Its record has room for them.
+const MAX_RANGES: usize = 512;
+
+/// The most arrays that an error lists.
+const MAX_LISTED: usize = 8;
+
+/// The bytes of arrays, by part. If several parts have an array, the first does.
+fn ranges_of(object: &str, names: &[String], parts: &[&PartHeader]) -> Result<BTreeMap<String, Vec<ByteRange>>> {
+    let mut wanted: BTreeSet<&str> = names.iter().map(String::as_str).collect();
+    let mut found = Vec::new();
+    let (mut present, mut all) = (Vec::new(), 0);
+    for part in parts {
+        all += part.arrays.len();
+        present.extend(part.arrays.iter().take(MAX_LISTED - present.len()).map(|entry| short(&entry.name)));
+        let arrays = part.arrays.iter().filter(|entry| wanted.remove(entry.name.as_str()));
+        let spans = arrays.map(|entry| entry.array.span()).collect::<Result<Vec<_>>>()?;
+        if !spans.is_empty() {
+            found.push((part, spans));
+        }
+    }
+    if !wanted.is_empty() {
+        let missing: Vec<String> = wanted.iter().take(MAX_LISTED).map(short).collect();
+        let more = if all > present.len() { ", ..." } else { "" };
+        let present = match all {
+            0 => "it has no arrays".to_owned(),
+            _ => format!("its arrays are {}{more} ({all} in all)", present.join(", ")),
+        };
+        let message = format!("`{object}` has no array {}; {present}", missing.join(", "));
+        return Err(quoting(RefusalCode::Lacks, message));
+    }
+    let most = (MAX_RANGES / found.len().max(1)).max(1);
+    Ok(found.into_iter().map(|(part, spans)| (part.name.clone(), merge(spans, part.description.size, most))).collect())
+}
+
+/// Merges byte ranges to at most `most`. Segments are multiples of the granularity, so ranges in adjacent units need no separate request. If
+/// there are too many, larger units cover more bytes than needed.
+fn merge(mut spans: Vec<Range<u64>>, size: u64, most: usize) -> Vec<ByteRange> {
+    spans.sort_unstable_by_key(|span| span.start);
+    let mut unit = GRANULARITY;
+    loop {
+        let mut merged: Vec<Range<u64>> = Vec::new();
+        for span in &spans {
+            // An empty array needs a byte too.
+            let first = span.start.min(size.saturating_sub(1));
+            let start = first / unit * unit;
+            let end = span.end.max(first + 1).div_ceil(unit).saturating_mul(unit);
+            match merged.last_mut() {
+                Some(last) if start <= last.end => last.end = last.end.max(end),
+                _ => merged.push(start..end),
+            }
+        }
+        if merged.len() <= most {
+            let range = |span: Range<u64>| ByteRange { offset: span.start, length: span.end.min(size) - span.start };
+            return merged.into_iter().map(range).collect();
+        }
+        unit *= 2;
     }
 }
 
@@ -194,7 +371,7 @@ impl Client {
     /// time, `differs` if it does not match the get's expectations; `Error::Peer`, `Error::System`, `Error::Interrupted`.
     pub fn get(&self, get: &Get) -> Result<Lease> {
         let mut leases = self.get_all(std::slice::from_ref(get), get.wait)?;
-        leases.pop().ok_or_else(|| ProtocolError::Content("the answer has no lease".to_owned()).into())
+        leases.pop().ok_or_else(no_lease)
     }
 
     /// Gets leases of several objects atomically: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
@@ -203,20 +380,11 @@ impl Client {
     /// As [`Client::get`].
     pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
         let mut request = build_request(gets, wait, None)?;
-        let leases = self.0.wait(wait.unwrap_or_default(), |exchange, left| {
+        self.0.wait(wait.unwrap_or_default(), |exchange, left| {
             send_get(exchange, &mut request, left)?;
-            let mut leases = Vec::with_capacity(gets.len());
-            for remaining in (0..gets.len()).rev() {
-                let (header, fds) = match exchange.receive("for the lease")? {
-                    (Message::Lease(header), fds) => (header, fds),
-                    (other, _) => return Err(unexpected(&other, "lease")),
-                };
-                leases.push(receive_lease(&self.0, exchange, *header, fds, remaining > 0)?);
-            }
-            Ok(leases)
-        })?;
-        gets.iter().zip(&leases).try_for_each(|(get, lease)| get.check_owner(lease))?;
-        Ok(leases)
+            let first = exchange.receive("for the lease")?;
+            receive_leases(&self.0, exchange, gets, first)
+        })?
     }
 
     /// Gets a lease of an object or, if it does not exist, the claim to create it. If several processes ask for the same missing object,
@@ -226,23 +394,24 @@ impl Client {
     /// As [`Client::get`].
     pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
         let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
-        let found = self.0.wait(get.wait.unwrap_or_default(), |exchange, left| {
+        self.0.wait(get.wait.unwrap_or_default(), |exchange, left| {
             send_get(exchange, &mut request, left)?;
+            let gets = std::slice::from_ref(get);
             match exchange.receive("for the lease or the claim")? {
-                (Message::Lease(header), fds) => {
-                    Ok(Found::Lease(receive_lease(&self.0, exchange, *header, fds, false)?))
-                }
                 (Message::Claimed(claimed), _) => {
-                    Ok(Found::Claim(Claim { connection: Arc::clone(&self.0), token: claimed.token }))
+                    Ok(Ok(Found::Claim(Claim { connection: Arc::clone(&self.0), token: claimed.token })))
                 }
-                (other, _) => Err(unexpected(&other, "lease")),
+                first => {
+                    let leases = receive_leases(&self.0, exchange, gets, first)?;
+                    Ok(leases.and_then(|mut leases| leases.pop().map(Found::Lease).ok_or_else(no_lease)))
+                }
             }
-        })?;
-        if let Found::Lease(lease) = &found {
-            get.check_owner(lease)?;
-        }
-        Ok(found)
+        })?
     }
+}
+
+fn no_lease() -> Error {
+    ProtocolError::Content("the answer has no lease".to_owned()).into()
 }
 
 /// Checks the names and builds the request.
@@ -252,7 +421,7 @@ fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) 
     }
     gets.iter().try_for_each(Get::check)?;
     Ok(Message::Get(Box::new(broker::GetHeader {
-        objects: gets.iter().map(|get| get.object.clone()).collect(),
+        objects: gets.iter().map(Get::request).collect(),
         wait_ms: wait.map(super::milliseconds),
         claim: claim.map(|claim| claim.claim.clone()),
     })))
@@ -266,19 +435,59 @@ fn send_get(exchange: &mut Exchange<'_>, request: &mut Message, left: Duration) 
     exchange.send_first(request, &[])
 }
 
-/// Receives the rest of a lease after its first record. `more`: another lease follows, so the last record needs an acknowledgement too.
-fn receive_lease(
+/// Receives the leases of a get, checks them, and requests the memory that their descriptions decide. The inner error is not the connection's:
+/// the leases are released.
+fn receive_leases(
     connection: &Arc<Connection>,
     exchange: &mut Exchange<'_>,
-    mut header: LeaseHeader,
-    mut fds: Vec<OwnedFd>,
-    more: bool,
-) -> Result<Lease> {
+    gets: &[Get],
+    first: (Message, Vec<OwnedFd>),
+) -> Result<Result<Vec<Lease>>> {
+    let mut leases = vec![receive_lease(exchange, first, gets.len() > 1)?];
+    for remaining in (0..gets.len() - 1).rev() {
+        let next = exchange.receive("for the lease")?;
+        leases.push(receive_lease(exchange, next, remaining > 0)?);
+    }
+    let tokens: Vec<Token> = leases.iter().map(|lease| lease.header.token).collect();
+    let release = || tokens.iter().for_each(|token| connection.release(*token, "the lease"));
+    let described = gets.iter().zip(&mut leases).map(|(get, lease)| {
+        let token = lease.header.token;
+        let described = lease.describe().inspect_err(|error| connection.report(token, error.in_full()))?;
+        get.compare(&described)?;
+        Ok((get.selection(token, &described)?, described))
+    });
+    let described: Vec<_> = match described.collect::<Result<_>>() {
+        Ok(described) => described,
+        Err(error) => {
+            release();
+            return Ok(Err(error));
+        }
+    };
+    for ((selection, _), lease) in described.iter().zip(&mut leases) {
+        let Some(object) = selection else { continue };
+        let get = broker::GetHeader { objects: vec![object.clone()], wait_ms: None, claim: None };
+        exchange.send(&Message::Get(Box::new(get)), &[])?;
+        // A lease must not be released while it is being received.
+        let answer = exchange.receive("for the memory of the lease").inspect_err(|error| {
+            if matches!(error, Error::Broker(_)) {
+                release();
+            }
+        })?;
+        *lease = receive_lease(exchange, answer, false)?;
+    }
+    let leases = described.into_iter().zip(leases).map(|((_, of), lease)| Lease::new(connection, of, lease));
+    leases.collect::<Result<_>>().map(Ok)
+}
+
+/// Receives the rest of a lease after its first record. `more`: another lease follows, so the last record needs an acknowledgement too.
+fn receive_lease(exchange: &mut Exchange<'_>, first: (Message, Vec<OwnedFd>), more: bool) -> Result<RawLease> {
     let wrong = |message: String| Err(ProtocolError::Content(message).into());
+    let (mut header, mut tables) = match first {
+        (Message::Lease(header), fds) => (header, fds),
+        (other, _) => return Err(unexpected(&other, "lease")),
+    };
     let mut sizes = std::mem::take(&mut header.sizes);
-    let segments = fds.split_off(fds.len() - sizes.len());
-    let tables = fds;
-    let mut segments = segments;
+    let mut segments = tables.split_off(tables.len() - sizes.len());
     let want: u64 =
         header.parts.iter().flat_map(|part| &part.runs).map(|run| run.segments).fold(0, u64::saturating_add);
     while (sizes.len() as u64) < want {
@@ -300,5 +509,5 @@ fn receive_lease(
     if more {
         exchange.send(&Message::Received(Received { segments: want }), &[])?;
     }
-    Lease::new(connection, header, tables, sizes.into_iter().zip(segments).collect())
+    Ok(RawLease { header: *header, tables, segments: sizes.into_iter().zip(segments).collect() })
 }

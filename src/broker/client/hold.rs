@@ -6,7 +6,6 @@ use super::{connection::Connection, holdings::OwnLease};
 use crate::{
     error::{Error, Result, code},
     sys::lock,
-    wire::broker::{Message, ReportHeader},
 };
 
 /// The public accessors that a lease and an opened object share.
@@ -123,8 +122,6 @@ impl Hold {
     }
 
     pub(super) fn send_report(&self, message: String) {
-        let report = ReportHeader { token: self.held.token, message };
-        // Best effort: a lost report has no effect on this process.
-        let _ = self.connection.send(&Message::Report(report), &[]);
+        self.connection.report(self.held.token, message);
     }
 }

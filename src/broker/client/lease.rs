@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     sync::{Arc, OnceLock},
     thread,
     time::{Duration, Instant, SystemTime},
@@ -15,14 +15,15 @@ use super::{
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
-    broker::table,
+    broker::{request, table},
     channel::deadline_after,
     driver::{Access, Driver},
-    error::{DeviceError, Error, ErrorCode, PeerError, ProtocolError, Result},
+    error::{BrokerError, DeviceError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
     wire::{
-        Check,
-        broker::{ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Owner, Table, read_arrays},
+        Check, MAX_MESSAGE,
+        broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table, read_arrays},
+        clean, shorten,
     },
 };
 
@@ -71,38 +72,72 @@ pub(super) struct LeasedRun {
     pub(super) segments: Vec<(u64, Arc<OwnedFd>)>,
 }
 
-impl Lease {
-    pub(super) fn new(
-        connection: &Arc<Connection>,
-        mut header: LeaseHeader,
-        tables: Vec<OwnedFd>,
-        segments: Vec<(u64, OwnedFd)>,
-    ) -> Result<Self> {
-        let mut tables = tables.into_iter();
-        let metadata = header.metadata.take().map(|table| read_text(table, &mut tables, MAX_METADATA)).transpose()?;
-        let metadata = metadata.map(Attached::from_text).transpose();
-        let metadata =
-            metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
-        let mut segments = segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
+/// A received lease, not read yet.
+#[derive(Debug)]
+pub(super) struct RawLease {
+    pub(super) header: LeaseHeader,
+    /// The memfds of the tables, in field order.
+    pub(super) tables: Vec<OwnedFd>,
+    /// The segments of all runs.
+    pub(super) segments: Vec<(u64, OwnedFd)>,
+}
+
+impl RawLease {
+    /// Reads and checks the description of the version, which its maker may have written wrongly.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `differs`.
+    pub(super) fn describe(&mut self) -> Result<Described> {
+        let header = &mut self.header;
+        let mut tables = std::mem::take(&mut self.tables).into_iter();
+        let (name, version) = (header.name.clone(), header.version);
+        let wrong =
+            |problem: String| differs(format!("the description of version {version} of `{name}` is wrong: {problem}"));
+        let metadata = read_metadata(header.metadata.take(), &mut tables).map_err(wrong)?;
         let mut parts = Vec::with_capacity(header.parts.len());
-        for part in std::mem::take(&mut header.parts) {
-            let description: Description = part.memory.try_into()?;
-            let arrays = part.arrays.map(|table| read_text(table, &mut tables, MAX_TABLE)).transpose()?;
-            let arrays = arrays.map(|text| parse_arrays(&text, description.size)).transpose()?.unwrap_or_default();
+        for part in &mut header.parts {
+            let description: Description = part.memory.clone().try_into()?;
+            let arrays = part.arrays.take().map(|table| {
+                let text = read_text(table, &mut tables, MAX_TABLE);
+                text.and_then(|text| parse_arrays(&part.name, &text, description.size))
+            });
+            let arrays = Arc::new(arrays.transpose().map_err(wrong)?.unwrap_or_default());
+            parts.push(PartHeader { name: part.name.clone(), description, digest: part.digest.take(), arrays });
+        }
+        let LeaseHeader { id, created_ms, owner, backend, mode, lifetime, keep, .. } = header;
+        let (id, backend) = (id.clone(), backend.clone());
+        let (created_ms, owner, mode, lifetime, keep) = (*created_ms, *owner, *mode, *lifetime, *keep);
+        let header = Header { name, version, id, created_ms, owner, backend, metadata, mode, lifetime, keep };
+        Ok(Described { header: Arc::new(header), parts })
+    }
+}
+
+/// The description of a leased version.
+#[derive(Debug)]
+pub(super) struct Described {
+    pub(super) header: Arc<Header>,
+    pub(super) parts: Vec<PartHeader>,
+}
+
+impl Lease {
+    /// Combines the description of a version with the memory of a lease, which may have fewer parts.
+    pub(super) fn new(connection: &Arc<Connection>, described: Described, raw: RawLease) -> Result<Self> {
+        let Described { header, parts: mut headers } = described;
+        let mut segments = raw.segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
+        let mut parts = Vec::with_capacity(raw.header.parts.len());
+        for part in raw.header.parts {
+            let at = headers.iter().position(|header| header.name == part.name);
+            let unknown = || ProtocolError::Content(format!("part `{}` is in the second lease only", part.name));
+            let header = headers.swap_remove(at.ok_or_else(unknown)?);
             let runs = part.runs.into_iter().map(|run| {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
                 LeasedRun { run, segments }
             });
-            let runs = runs.collect();
-            let header = PartHeader { name: part.name, description, digest: part.digest, arrays: Arc::new(arrays) };
-            parts.push(LeasedPart { header, runs });
+            parts.push(LeasedPart { runs: runs.collect(), header });
         }
-        let LeaseHeader { token, name, version, id, created_ms, owner, backend, mode, lifetime, keep, whole, .. } =
-            header;
-        let header = Arc::new(Header { name, version, id, created_ms, owner, backend, metadata, mode, lifetime, keep });
-        let restore = whole.then(|| parts.iter().map(LeasedPart::restore_part).collect());
+        let restore = raw.header.whole.then(|| parts.iter().map(LeasedPart::restore_part).collect());
         let size = parts.iter().flat_map(|part| &part.runs).map(|run| run.run.size).sum();
-        let held = Arc::new(OwnLease::new(token, Arc::clone(&header), size, restore));
+        let held = Arc::new(OwnLease::new(raw.header.token, Arc::clone(&header), size, restore));
         connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
         Ok(Self { hold, header, parts })
@@ -293,29 +328,47 @@ fn take_or_duplicate(
     }
 }
 
+/// An object differs from its description, or from the caller's expectations. The sentence may quote the maker.
+pub(super) fn differs(message: String) -> Error {
+    quoting(RefusalCode::Differs, message)
+}
+
+/// An error whose sentence quotes the maker.
+pub(super) fn quoting(code: RefusalCode, mut message: String) -> Error {
+    clean(&mut message);
+    shorten(&mut message, MAX_MESSAGE);
+    BrokerError::new(code, message).into()
+}
+
 /// The text of a table, inline or in a descriptor.
-fn read_text(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<String> {
-    let wrong = |message: String| Error::from(ProtocolError::Content(message));
+fn read_text(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<String, String> {
     match table {
         Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
-            let fd = tables.next().ok_or_else(|| wrong("the descriptor of a table is missing".to_owned()))?;
-            table::read(fd.as_fd(), length, most).map_err(wrong)
+            let fd = tables.next().ok_or_else(|| "the descriptor of a table is missing".to_owned())?;
+            table::read(fd, length, most)
         }
     }
 }
 
-/// Parses a part's arrays and checks that each lies inside the memory.
-fn parse_arrays(text: &str, size: u64) -> Result<Vec<ArrayEntry>> {
-    let wrong = |message: String| Error::from(ProtocolError::Content(message));
-    let arrays = read_arrays(text).map_err(|error| wrong(format!("the table of arrays is not valid: {error}")))?;
-    if arrays.len() > MAX_ARRAYS {
-        return Err(wrong(format!("a part has {} arrays, and at most {MAX_ARRAYS} are allowed", arrays.len())));
-    }
-    for entry in &arrays {
-        let check = entry.array.check(size);
-        check.map_err(|error| wrong(format!("array `{}` is not inside the memory: {error}", entry.name)))?;
-    }
+/// Reads the metadata, which must be a JSON object.
+pub(super) fn read_metadata(
+    table: Option<Table>,
+    tables: &mut impl Iterator<Item = OwnedFd>,
+) -> Result<Option<Attached>, String> {
+    let Some(table) = table else { return Ok(None) };
+    let text = read_text(table, tables, MAX_METADATA)?;
+    let not_an_object = |error| format!("the metadata is not a JSON object: {error}");
+    let text = Attached::from_text(text).map_err(not_an_object)?;
+    text.read::<Check>().map_err(not_an_object)?;
+    Ok(Some(text))
+}
+
+/// Parses and checks a part's arrays.
+fn parse_arrays(part: &str, text: &str, size: u64) -> Result<Vec<ArrayEntry>, String> {
+    let arrays =
+        read_arrays(text).map_err(|error| format!("the table of part `{part}` is not an array table: {error}"))?;
+    request::check_arrays(part, size, &arrays).map_err(|refusal| refusal.message)?;
     Ok(arrays)
 }
 

@@ -27,7 +27,11 @@ use std::{
     time::Duration,
 };
 
-use self::{connection::Connection, records::unexpected};
+use self::{
+    connection::Connection,
+    lease::{differs, read_metadata},
+    records::unexpected,
+};
 pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     holdings::{LossReason, Lost, Restored},
@@ -46,8 +50,8 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Attached, Delete, HeldClaim, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary,
-            Table, Token, UserTotal, VersionInfo, Who,
+            Attached, Delete, HeldClaim, HeldLease, List, Measure, Measured, Message, Stat, Summary, Token, UserTotal,
+            VersionInfo, Who,
         },
     },
 };
@@ -212,26 +216,14 @@ impl Client {
     /// [`Error::Broker`] with the code `absent` if it does not exist; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn stat(&self, name: &str, version: Option<u64>) -> Result<ObjectInfo> {
         check_name(name)?;
-        let wrong = |message: String| Error::from(ProtocolError::Content(message));
         match self.ask(&Message::Stat(Stat { name: name.to_owned(), version }))? {
             (Message::Version(mut version), fds) => {
-                let text = match version.metadata.take() {
-                    None => Ok(None),
-                    Some(Table::Inline(text)) => Ok(Some(text)),
-                    Some(Table::Length(length)) => {
-                        let fd =
-                            fds.first().ok_or_else(|| wrong("the descriptor of the metadata is missing".to_owned()))?;
-                        let text = super::table::read(fd.as_fd(), length, MAX_METADATA).map_err(wrong)?;
-                        Attached::from_text(text).map(Some)
-                    }
-                };
-                let fields = |text: Option<Attached>| match text {
-                    None => Ok((Check::new(), BTreeMap::new())),
-                    Some(text) => text.read().and_then(|fields| Ok((fields, text.read()?))),
-                };
-                let (metadata, texts) = text
-                    .and_then(fields)
-                    .map_err(|error| wrong(format!("the metadata is not a JSON object: {error}")))?;
+                let text = read_metadata(version.metadata.take(), &mut fds.into_iter());
+                let text = text.map_err(|problem| differs(format!("`{name}`: {problem}")))?;
+                let fields = |text: &Attached| Ok::<_, serde_json::Error>((text.read()?, text.read()?));
+                let fields = text.as_ref().map(fields).transpose();
+                let unreadable = |error: serde_json::Error| differs(format!("the metadata of `{name}`: {error}"));
+                let (metadata, texts) = fields.map_err(unreadable)?.unwrap_or_default();
                 Ok(ObjectInfo { version: *version, metadata, texts })
             }
             (other, _) => Err(unexpected(&other, "version")),

@@ -361,13 +361,12 @@ impl<'a> Upload<'a> {
         let metadata = metadata.map(|text| tables.add(text)).transpose()?;
         let mut parts = Vec::with_capacity(put.parts.len());
         for PutPart { header: PartHeader { name, description, digest, arrays }, .. } in &put.parts {
-            let arrays = match arrays.as_slice() {
-                [] => None,
-                arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
+            let (name, digest) = (name.clone(), digest.clone());
+            let (arrays, array_count) = match arrays.as_slice() {
+                [] => (None, None),
+                of => (Some(tables.add(Attached::of(of).map_err(unwritable)?)?), Some(of.len() as u64)),
             };
-            let name = name.clone();
-            let digest = digest.clone();
-            parts.push(broker::PutPartHeader { name, memory: description.into(), arrays, digest });
+            parts.push(broker::PutPartHeader { name, memory: description.into(), arrays, array_count, digest });
         }
         let tables = tables.attached;
         let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
@@ -413,7 +412,7 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Checks the arrays and backends, which the server finds in tables and descriptors.
+/// Checks the arrays, which the server does not read, and the backends.
 fn check(put: &Put<'_>) -> Result<()> {
     for PutPart { backend, header: PartHeader { name, description, arrays, .. }, .. } in &put.parts {
         let first = put.parts[0].backend;

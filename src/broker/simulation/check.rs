@@ -10,15 +10,12 @@ use super::{
     world::{CLIENTS, Pipe, World},
 };
 use crate::{
-    broker::server::{
-        state::{
-            caller::ConnectionId,
-            client::PendingRequest,
-            drafts,
-            objects::audit::Audit,
-            root::{Change, ReadyPut, State, UnconfirmedKind},
-        },
-        verbs::effects::Work,
+    broker::server::state::{
+        caller::ConnectionId,
+        client::PendingRequest,
+        objects::NewVersion,
+        objects::audit::Audit,
+        root::{Change, State, UnconfirmedKind},
     },
     wire::broker::{Message, Token},
 };
@@ -108,7 +105,7 @@ impl World {
                     !exists && is_claimed && has_deadline(id)
                 }
                 PendingRequest::Parts(key) => drafts.contains_key(key) && has_deadline(id),
-                PendingRequest::Upload(_) => has_deadline(id),
+                PendingRequest::Upload { .. } => has_deadline(id),
                 PendingRequest::Confirmation => {
                     let of_change = |change: &Change| match change {
                         Change::Put(put) => put.makers.contains(id),
@@ -120,7 +117,6 @@ impl World {
                     }) || changes.waiting.values().flatten().any(of_change)
                         || changes.reserved.iter().any(|put| put.makers.contains(id))
                 }
-                PendingRequest::Worker { .. } => server.work.iter().any(|work: &Work| work.client == *id),
                 _ => true,
             };
             require(lasts, || format!("connection {} waits without end: {:?}", id.0, client.request))?;
@@ -144,8 +140,7 @@ impl World {
 
     fn check_quotas(&self, audit: &Audit) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
-        let bytes = |parts: &(_, Vec<_>)| drafts::bytes_of(&parts.1);
-        let drafts = server.state.drafts.values().map(|draft| (draft.uid, draft.puts.iter().map(bytes).sum()));
+        let drafts = server.state.drafts.values().flatten().map(|put| (put.uid(), put.bytes()));
         for (uid, used) in usage(audit.versions.values(), audit.leases.values(), drafts) {
             require(used.iter().zip(LIMITS).all(|(used, limit)| *used <= limit), || {
                 format!("uid {uid} has {used:?} objects, leases and bytes, which exceeds its quota")
@@ -154,18 +149,16 @@ impl World {
         Ok(())
     }
 
-    /// Descriptors are reserved exactly for uploads, work and drafts.
+    /// Descriptors are reserved exactly for uploads, drafts and waiting puts.
     fn check_reservations(&self) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
         let uploads = server.state.clients.values().map(|client| match &client.request {
-            PendingRequest::Upload(upload) => upload.descriptors(),
+            PendingRequest::Upload { version, .. } => version.descriptors(),
             _ => 0,
         });
-        let parts = server.state.drafts.values().flat_map(|draft| &draft.puts);
-        let reserved = uploads.sum::<usize>()
-            + parts.map(|(_, parts)| drafts::descriptors_of(parts)).sum::<usize>()
-            + server.work.iter().map(|work| work.reserved).sum::<usize>()
-            + server.state.changes.queued_puts().map(ReadyPut::descriptors).sum::<usize>();
+        let drafts = server.state.drafts.values().flatten();
+        let queued = server.state.changes.queued_puts();
+        let reserved = uploads.sum::<usize>() + drafts.chain(queued).map(NewVersion::descriptors).sum::<usize>();
         require(server.state.objects.reserved() == reserved, || {
             format!("{} descriptors are reserved for {reserved}", server.state.objects.reserved())
         })

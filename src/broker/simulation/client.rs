@@ -8,7 +8,7 @@ use crate::{
     driver::GRANULARITY,
     sys::memfd,
     wire::{
-        Hello, Segments, VERSION,
+        ByteRange, Hello, Segments, VERSION,
         broker::{
             BROKER, ClaimHeader, Delete, GetHeader, GetObject, Lifetime, List, Message, PutHeader, Resume,
             ResumedLease, Table, Token, WatchHeader,
@@ -68,6 +68,8 @@ pub(super) struct Pending {
     pub(super) due: std::time::Instant,
     /// Resumes this lease of another user instead.
     pub(super) steals: Option<Token>,
+    /// Selects the first segment of a part of this lease.
+    pub(super) selects: Option<(Token, String)>,
 }
 
 /// A client's process.
@@ -126,9 +128,19 @@ impl Client {
             let wait_ms = Some(wait).filter(|wait| *wait > 0);
             Message::Get(Box::new(GetHeader { objects: vec![object], wait_ms, claim }))
         };
+        let object = |object| Message::Get(Box::new(GetHeader { objects: vec![object], wait_ms: None, claim: None }));
         let message = match pending.request {
             Request::Put { name, memory, kind } => return self.put(pending.token, name, memory, kind),
+            Request::Get { name, .. } if pending.selects.is_some() => {
+                let ranges = |part: &String| BTreeMap::from([(part.clone(), vec![ByteRange { offset: 0, length: 1 }])]);
+                let (lease, ranges) = pending.selects.as_ref().map(|(token, part)| (*token, ranges(part))).unzip();
+                object(GetObject { name: NAMES[name].to_owned(), lease, ranges, ..GetObject::default() })
+            }
             Request::Get { name, wait, newer } => get(name, wait, newer.then_some(1), None),
+            Request::Describe { name } => {
+                let ranges = Some(BTreeMap::new());
+                object(GetObject { name: NAMES[name].to_owned(), ranges, ..GetObject::default() })
+            }
             Request::Claim { name, wait } => get(name, wait, None, Some(ClaimHeader::default())),
             Request::Delete { name } => {
                 Message::Delete(Delete { name: NAMES[name].to_owned(), request: Some(pending.token) })

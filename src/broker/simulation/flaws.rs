@@ -34,8 +34,6 @@ flaws! {
     DeadlinesLost,
     /// Names that expire are not checked.
     ExpiriesLost,
-    /// The worker's results are lost.
-    WorkLost,
     /// All connections seem to belong to one user.
     UsersConfused,
     /// The event loop does not notice that the keeper's socket has room again.

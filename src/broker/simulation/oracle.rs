@@ -15,7 +15,10 @@ use super::{
 use crate::{
     broker::server::state::{
         caller::ConnectionId,
-        objects::audit::{Audit, AuditedLease, AuditedVersion},
+        objects::{
+            NewVersion,
+            audit::{Audit, AuditedLease, AuditedVersion},
+        },
         root::State,
     },
     driver::GRANULARITY,
@@ -147,6 +150,12 @@ impl Oracle {
         }
     }
 
+    /// The name of a version, as a number, and its first part.
+    pub(super) fn first_part(&self, id: &str) -> Option<(usize, String)> {
+        let (name, _, parts) = self.history.get(id)?;
+        Some((NAMES.iter().position(|known| known == name)?, parts.first()?.0.clone()))
+    }
+
     pub(super) fn server_started(&mut self, keeper: u64, whole: bool, is_new: bool) {
         // A new keeper that has not received the broker's own entry knows no more than the next keeper.
         let has_published = self.versions.values().any(|known| known.keeper == keeper);
@@ -273,7 +282,7 @@ impl Oracle {
                 _ => Err("the lease of another user".to_owned()),
             };
         }
-        let Some(Pending { request, token, .. }) = client.pending.clone() else {
+        let Some(Pending { request, token, selects, .. }) = client.pending.clone() else {
             return Err(format!("{} without a request", message.name()));
         };
         match (message, request) {
@@ -286,21 +295,35 @@ impl Oracle {
                 }
                 client.puts.insert(name, token);
             }
-            (Message::Lease(lease), Request::Get { name, .. } | Request::Claim { name, .. }) => {
+            (
+                Message::Lease(lease),
+                Request::Get { name, .. } | Request::Claim { name, .. } | Request::Describe { name },
+            ) => {
                 let Some((known, number, parts)) = self.history.get(&lease.id) else {
                     return Err(format!("a lease of an unknown version of `{}`", NAMES[name]));
                 };
-                let want = parts.iter().flat_map(|(_, memory)| memory).flatten().copied().collect::<Vec<_>>();
+                let mut want = parts.iter().flat_map(|(_, memory)| memory).flatten().copied().collect::<Vec<_>>();
+                match (&request, &selects) {
+                    (Request::Describe { .. }, _) => want.clear(),
+                    (_, Some(_)) => want.truncate(1),
+                    _ => {}
+                }
                 let have = memory.iter().flatten().copied().collect::<Vec<_>>();
                 if (known.as_str(), *number) != (NAMES[name], lease.version) || want != have {
                     return Err(format!(
                         "memory {have:?} for version {number} of `{known}`, which has memory {want:?}"
                     ));
                 }
-                if client.has_lease(lease.token) {
+                let selected = selects.map(|(token, _)| token);
+                if selected.is_some_and(|token| token != lease.token) {
+                    return Err("another lease than it selects from".to_owned());
+                }
+                if selected.is_none() && client.has_lease(lease.token) {
                     return Err("the same lease twice".to_owned());
                 }
-                client.leases.push(ResumedLease { token: lease.token, id: lease.id.clone(), size: GRANULARITY });
+                if selected.is_none() {
+                    client.leases.push(ResumedLease { token: lease.token, id: lease.id.clone(), size: GRANULARITY });
+                }
             }
             (Message::Claimed(claimed), Request::Claim { .. }) => client.claim = Some(claimed.token),
             (Message::Done(_), Request::Delete { .. }) | (Message::Objects(_), Request::List) => {}
@@ -351,7 +374,7 @@ fn is_replaced(version: &AuditedVersion, audit: &Audit) -> bool {
 fn is_near_quota(state: &State) -> bool {
     // Without tables, which have a few bytes.
     const LARGEST_PUT: u64 = 4 << 20;
-    let drafts = state.drafts.values().map(|draft| (draft.uid, draft.puts.len() as u64 * LARGEST_PUT));
+    let drafts = state.drafts.values().flatten().map(|put| (put.uid(), LARGEST_PUT));
     let audit = state.objects.copy();
     let [objects, leases, bytes] = LIMITS;
     let unconfirmed = state.objects.unconfirmed().count() as u64;
@@ -365,15 +388,21 @@ fn is_near_quota(state: &State) -> bool {
 fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode, now: Instant) -> bool {
     let (name, newer_than) = match pending.request {
         Request::Get { name, newer, .. } => (name, newer.then_some(1)),
-        Request::Put { name, .. } | Request::Claim { name, .. } | Request::Delete { name } => (name, None),
+        Request::Put { name, .. }
+        | Request::Claim { name, .. }
+        | Request::Delete { name }
+        | Request::Describe { name } => (name, None),
         Request::Watch | Request::List => (0, None),
     };
     let name = NAMES[name];
     let exists = state.objects.find(name, None, newer_than).is_some();
-    let drafts = state.drafts.iter().filter(|(key, _)| key.name == name).map(|(_, draft)| draft);
-    let mut drafts = drafts.map(|draft| draft.uid);
+    let drafts = state.drafts.iter().filter(|(key, _)| key.name == name).flat_map(|(_, puts)| puts);
+    let mut drafts = drafts.map(NewVersion::uid);
     match code {
-        RefusalCode::Absent => !exists,
+        RefusalCode::Absent => match &pending.selects {
+            Some((token, _)) => state.objects.holder(*token) != client.connection,
+            None => !exists,
+        },
         RefusalCode::Exists => exists || drafts.next().is_some(),
         RefusalCode::Timeout => now >= pending.due,
         RefusalCode::Stopped => pending.is_stopped,

@@ -3,7 +3,7 @@
 //! This file stands in for `io`: it executes effects, keeps timers, and reconnects to the next keeper in the order of `io/keeper.rs`.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     fs::File,
     sync::Arc,
     time::{Duration, Instant},
@@ -30,7 +30,7 @@ use crate::{
             },
             verbs::{
                 connection, dispatch,
-                effects::{Effect, Effects, Step as WorkStep, Work},
+                effects::{Effect, Effects},
                 list, publish, watch,
             },
         },
@@ -49,7 +49,6 @@ pub(super) struct Server {
     pub(super) deadlines: BTreeMap<ConnectionId, Instant>,
     expiries: Vec<(Instant, Arc<str>)>,
     unresumed: Option<Instant>,
-    pub(super) work: VecDeque<Work>,
     /// The keeper that it is connected to.
     pub(super) keeper: u64,
     shutdown: Option<Mark>,
@@ -103,7 +102,6 @@ impl World {
                         None => server.deadlines.remove(&client),
                     };
                 }
-                Effect::Work(work) => server.work.push_back(work),
                 Effect::Store => {
                     if self.flaw == Some(Flaw::AnswersTooEarly) {
                         self.answer_early();
@@ -193,22 +191,6 @@ impl World {
         }
         self.oracle.closed.insert(id);
         self.with(|state, effects| connection::disconnected(state, effects, id));
-    }
-
-    pub(super) fn work(&mut self) {
-        let Some(mut work) = self.server.as_mut().and_then(|server| server.work.pop_front()) else { return };
-        match (work.job)() {
-            WorkStep::Done(_) if self.has(Flaw::WorkLost) => {}
-            WorkStep::Done(outcome) => {
-                self.with(|state, effects| connection::work_done(state, effects, work.client, outcome));
-            }
-            WorkStep::More(job) => {
-                work.job = job;
-                if let Some(server) = &mut self.server {
-                    server.work.push_back(work);
-                }
-            }
-        }
     }
 
     /// The event loop's background work.
@@ -409,7 +391,6 @@ impl World {
             deadlines: BTreeMap::new(),
             expiries: Vec::new(),
             unresumed: is_restarted.then(|| self.now.at + limit),
-            work: VecDeque::new(),
             keeper: self.keepers,
             shutdown: None,
             is_flushed: false,

@@ -23,13 +23,13 @@ pub(super) enum Step {
     Stop(usize),
     /// A client tries to resume the lease of another user.
     Steal(usize),
+    /// A client selects the first segment of its oldest lease.
+    Select(usize),
     Connect(usize),
     /// A connection breaks. The client stays.
     HangUp(usize),
     /// A client's process is replaced by another, which holds nothing.
     KillClient(usize),
-    /// The worker finishes a step of its oldest work.
-    Work,
     /// The event loop does its background work.
     Turn,
     /// The event loop handles its keeper's connection.
@@ -58,10 +58,27 @@ pub(super) enum Step {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Request {
-    Put { name: usize, memory: usize, kind: Kind },
-    Get { name: usize, wait: u64, newer: bool },
-    Claim { name: usize, wait: u64 },
-    Delete { name: usize },
+    Put {
+        name: usize,
+        memory: usize,
+        kind: Kind,
+    },
+    Get {
+        name: usize,
+        wait: u64,
+        newer: bool,
+    },
+    /// A lease without memory.
+    Describe {
+        name: usize,
+    },
+    Claim {
+        name: usize,
+        wait: u64,
+    },
+    Delete {
+        name: usize,
+    },
     Watch,
     List,
 }
@@ -72,7 +89,7 @@ pub(super) enum Kind {
     /// The name must not exist.
     New,
     Replace,
-    /// With metadata in a memfd, which the worker examines.
+    /// With metadata in a memfd.
     Table,
     /// The name keeps one earlier version.
     Keep,
@@ -130,7 +147,7 @@ impl Random {
             70..72 => Step::Connect(client),
             72..74 => Step::HangUp(client),
             74 => Step::KillClient(client),
-            75..77 => Step::Work,
+            75..77 => Step::Select(client),
             77..80 => Step::Turn,
             80 => Step::Flush,
             81 => Step::KeeperReads,
@@ -151,7 +168,8 @@ impl Random {
         let (name, wait) = (self.of(&[0, 0, 1, 2]), self.of(&[0, 500, 3000]));
         match self.below(16) {
             0..6 => Request::Put { name, memory: self.below(4), kind: self.of(&KINDS) },
-            6..10 => Request::Get { name, wait, newer: self.below(4) == 0 },
+            6..9 => Request::Get { name, wait, newer: self.below(4) == 0 },
+            9 => Request::Describe { name },
             10..12 => Request::Claim { name, wait },
             12..14 => Request::Delete { name },
             14 => Request::Watch,

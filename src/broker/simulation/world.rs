@@ -116,7 +116,7 @@ impl World {
 
     fn apply(&mut self, step: Step) {
         match step {
-            Step::Ask(client, request) => self.ask(client, request, None),
+            Step::Ask(client, request) => self.ask(client, request, None, None),
             Step::Repeat(client) => self.repeat(client),
             Step::Deliver(at) => {
                 let unread = self.pipes.iter().filter(|(_, pipe)| pipe.is_unread()).map(|(id, _)| *id);
@@ -131,10 +131,10 @@ impl World {
             Step::Release(client) => self.release(client),
             Step::Stop(client) => self.stop(client),
             Step::Steal(client) => self.steal(client),
+            Step::Select(client) => self.select(client),
             Step::Connect(client) => self.connect(client),
             Step::HangUp(client) => self.hang_up(client),
             Step::KillClient(client) => self.kill_client(client),
-            Step::Work => self.work(),
             Step::Turn => self.turn(),
             Step::Flush => self.handle_keeper_event(),
             Step::KeeperReads => self.keeper_reads(),
@@ -192,7 +192,6 @@ impl World {
                 self.deliver(id);
                 self.observe();
             }
-            self.work();
             for _ in 0..8 {
                 self.keeper_reads();
                 self.handle_keeper_event();
@@ -211,7 +210,6 @@ impl World {
         };
         let Some(server) = self.server.as_ref().filter(|_| !self.is_dying) else { return false };
         server.is_flushed
-            && server.work.is_empty()
             && !server.state.has_work()
             && self.clients.iter().all(|client| client.is_ready)
             && self.pipes.values().all(is_done)
@@ -246,7 +244,7 @@ impl Pipe {
 
 // Clients.
 impl World {
-    fn ask(&mut self, client: usize, request: Request, steals: Option<Token>) {
+    fn ask(&mut self, client: usize, request: Request, steals: Option<Token>, selects: Option<(Token, String)>) {
         if self.clients[client].pending.is_some() {
             return;
         }
@@ -257,7 +255,7 @@ impl World {
             _ => 0,
         };
         let due = self.now.at + Duration::from_millis(wait);
-        let pending = Pending { request, token, is_sent: false, is_stopped: false, due, steals };
+        let pending = Pending { request, token, is_sent: false, is_stopped: false, due, steals, selects };
         self.oracle.asked(&self.clients[client], &pending);
         self.clients[client].pending = Some(pending);
         if self.clients[client].is_ready {
@@ -344,7 +342,9 @@ impl World {
         if !it.is_ready {
             return;
         }
-        let has_lease = it.claim.is_none() && !it.leases.is_empty();
+        // A lease must not be released while it is being sent again.
+        let is_selecting = it.pending.as_ref().is_some_and(|pending| pending.selects.is_some());
+        let has_lease = it.claim.is_none() && !it.leases.is_empty() && !is_selecting;
         let lease = has_lease.then(|| it.leases.remove(0).token);
         let Some(token) = it.claim.take().or(lease) else { return };
         self.send(client, Message::Release(Release { token }), Vec::new());
@@ -363,8 +363,16 @@ impl World {
         if let Some(token) = others.flat_map(|other| &other.leases).next().map(|lease| lease.token)
             && self.clients[client].is_ready
         {
-            self.ask(client, Request::List, Some(token));
+            self.ask(client, Request::List, Some(token), None);
         }
+    }
+
+    /// A client requests the first segment of its oldest lease.
+    fn select(&mut self, client: usize) {
+        let Some(lease) = self.clients[client].leases.first() else { return };
+        let Some((name, part)) = self.oracle.first_part(&lease.id) else { return };
+        let request = Request::Get { name, wait: 0, newer: false };
+        self.ask(client, request, None, Some((lease.token, part)));
     }
 
     /// A client reads a record, or the end of its connection.

@@ -8,7 +8,7 @@ use super::table::Attached;
 use crate::{
     base::strict::objects,
     error::RefusalCode,
-    wire::{ByteRange, Check, Memory, Run, strict::or_default},
+    wire::{ByteRange, Memory, Run, strict::or_default},
 };
 
 /// 128 random bits that identify a lease or a claim, as 32 hexadecimal digits. Only its holder knows them.
@@ -37,6 +37,21 @@ pub enum Table {
     Inline(#[cfg_attr(feature = "schema", schemars(with = "serde_json::Value"))] Attached),
     /// In a sealed memfd of this many bytes. The message carries its descriptor.
     Length(u64),
+}
+
+impl Table {
+    /// The length of the JSON, in bytes.
+    pub fn length(&self) -> u64 {
+        match self {
+            Self::Inline(text) => text.as_str().len() as u64,
+            Self::Length(length) => *length,
+        }
+    }
+
+    /// Whether the JSON is in a memfd.
+    pub fn is_attached(&self) -> bool {
+        matches!(self, Self::Length(_))
+    }
 }
 
 /// The lifetime of a name.
@@ -140,8 +155,10 @@ objects! {
         pub name: String,
         /// The part's memory.
         pub memory: Memory,
-        /// The arrays in the part: a JSON array of [`ArrayEntry`].
+        /// The arrays in the part: a JSON array of [`ArrayEntry`]. The server does not read it.
         pub arrays: Option<Table>,
+        /// The number of arrays in the table, for listings. Present with `arrays`.
+        pub array_count: Option<u64>,
         /// The digest of the part's bytes, in a form that the putting client defines: `blake3:...`.
         pub digest: Option<String>,
     }
@@ -178,14 +195,10 @@ objects! {
         pub newer_than: Option<u64>,
         /// The parts. `None` requests all.
         pub parts: Option<Vec<String>>,
-        /// Requests only the segments with these bytes, of a single part.
-        pub range: Option<ByteRange>,
-        /// Requests only the segments with these arrays, and only the parts that contain them.
-        pub arrays: Option<Vec<String>>,
-        /// Fields that the metadata must contain with equal values.
-        pub expect: Option<Check>,
-        /// The required digest of each named part.
-        pub digests: Option<BTreeMap<String, String>>,
+        /// Requests only the segments with these bytes of each named part, and no segments of the other parts. `None` requests all.
+        pub ranges: Option<BTreeMap<String, Vec<ByteRange>>>,
+        /// Selects from the version of this lease, which the connection holds. The answer is the same lease, with these segments.
+        pub lease: Option<Token>,
     }
 
     /// Requests the exclusive right to create an object.
@@ -259,7 +272,7 @@ objects! {
         /// The array's layout and offset.
         pub array: crate::array::ArrayDescriptor,
         /// The array's attributes: a JSON object.
-        #[cfg_attr(feature = "schema", schemars(with = "Option<Check>"))]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<crate::wire::Check>"))]
         pub attributes: Option<Attached>,
     }
 }

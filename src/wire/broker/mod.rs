@@ -8,6 +8,8 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
+
 pub(crate) use self::arrays::read_arrays;
 pub use self::{
     listing::{
@@ -26,7 +28,7 @@ pub use self::{
     table::Attached,
 };
 use super::{
-    Busy, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded,
+    Busy, ByteRange, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded,
     frame::{self, Head, parse},
     shorten,
 };
@@ -72,7 +74,7 @@ pub const MAX_INLINE_TOGETHER: usize = 16 * 1024;
 /// The largest number of objects in one `get`.
 pub const MAX_OBJECTS: usize = 64;
 
-/// The largest number of parts, arrays and digests in one `get`.
+/// The largest number of parts and ranges in one `get`.
 pub const MAX_NAMED: usize = 1024;
 
 /// The largest number of versions in one `recall`.
@@ -119,12 +121,12 @@ messages! {
     56 "recall" Recall(Recall),
 }
 
-no_texts!(Attached, EventKind, Lifetime, RefusalCode, Table, Token, std::collections::BTreeMap<String, String>);
+no_texts!(Attached, EventKind, Lifetime, RefusalCode, Table, Token, BTreeMap<String, Vec<ByteRange>>);
 
 impl Message {
     /// The number of descriptors that the message carries. No other code knows which messages carry descriptors.
     pub fn fd_count(&self) -> usize {
-        let attached = |table: &Option<Table>| usize::from(matches!(table, Some(Table::Length(_))));
+        let attached = |table: &Option<Table>| usize::from(table.as_ref().is_some_and(Table::is_attached));
         match self {
             Self::Segments(segments) => segments.sizes.len(),
             Self::Put(put) => {
@@ -219,11 +221,10 @@ impl Message {
             Self::Get(get) => {
                 most("objects in a get", get.objects.len(), MAX_OBJECTS)?;
                 let named = |object: &GetObject| {
-                    object.parts.as_ref().map_or(0, Vec::len)
-                        + object.arrays.as_ref().map_or(0, Vec::len)
-                        + object.digests.as_ref().map_or(0, |digests| digests.len())
+                    let ranges = object.ranges.iter().flat_map(BTreeMap::values).map(|ranges| 1 + ranges.len());
+                    object.parts.as_ref().map_or(0, Vec::len) + ranges.sum::<usize>()
                 };
-                most("parts, arrays and digests in a get", get.objects.iter().map(named).sum(), MAX_NAMED)?;
+                most("parts and ranges in a get", get.objects.iter().map(named).sum(), MAX_NAMED)?;
                 let claim = get.claim.iter().flat_map(|claim| [&claim.part, &claim.group]).flatten();
                 get.objects.iter().map(|object| &object.name).chain(claim).try_for_each(|name| bounded(name))
             }

@@ -38,6 +38,7 @@ fn put() -> PutHeader {
     let part = |name: &str, arrays| PutPartHeader {
         name: name.into(),
         memory: memory(),
+        array_count: Some(1),
         arrays,
         digest: Some("blake3:00".into()),
     };
@@ -113,7 +114,7 @@ fn docs_list_the_limits() {
         ("a table in a record", MAX_INLINE as u64),
         ("all tables in one record", MAX_INLINE_TOGETHER as u64),
         ("objects of one `get`", MAX_OBJECTS as u64),
-        ("parts, arrays and digests that one `get` names", MAX_NAMED as u64),
+        ("parts and ranges that one `get` names", MAX_NAMED as u64),
         ("a name", MAX_NAME as u64),
         ("descriptors of one record", MAX_FDS as u64),
         ("versions of one `recall`", MAX_RECALLED as u64),
@@ -181,20 +182,13 @@ fn limits_of_other_messages() -> Vec<Case> {
             }),
         ),
         (
-            "parts and arrays of a get",
+            "parts and ranges of a get",
             MAX_NAMED,
             Box::new(move |n| {
                 let parts = vec![String::new(); n / 2];
-                let arrays = vec!["x".to_owned(); n - n / 2];
-                object(GetObject { parts: Some(parts), arrays: Some(arrays), ..GetObject::default() })
-            }),
-        ),
-        (
-            "digests of a get",
-            MAX_NAMED,
-            Box::new(move |n| {
-                let digests = (0..n).map(|n| (n.to_string(), String::new())).collect();
-                object(GetObject { digests: Some(digests), ..GetObject::default() })
+                let ranges = vec![ByteRange { offset: 0, length: 1 }; n - n / 2 - 1];
+                let ranges = Some(BTreeMap::from([(String::new(), ranges)]));
+                object(GetObject { parts: Some(parts), ranges, ..GetObject::default() })
             }),
         ),
         (
@@ -339,14 +333,13 @@ fn optional_fields_may_be_null() {
     };
     let all =
         ["/replace", "/if_version", "/announced", "/group", "/wait_ms", "/metadata", "/mode", "/lifetime", "/keep"];
-    let all = [&all[..], &["/parts/0/arrays", "/parts/0/digest", "/parts/1/arrays"]].concat();
+    let all = [&all[..], &["/parts/0/arrays", "/parts/0/array_count", "/parts/0/digest", "/parts/1/arrays"]].concat();
     let body = optional(serde_json::to_value(put()).unwrap(), &all);
     let Ok(Message::Put(read)) = decode(32, &body, put().sizes.len()) else { panic!("{body}") };
     assert_eq!((read.replace, read.announced, read.lifetime), (false, Vec::new(), None));
-    let all =
-        ["version", "newer_than", "parts", "range", "arrays", "expect", "digests"].map(|f| format!("/objects/0/{f}"));
+    let all = ["version", "newer_than", "parts", "ranges", "lease"].map(|f| format!("/objects/0/{f}"));
     let all: Vec<&str> = all.iter().map(String::as_str).chain(["/wait_ms", "/claim"]).collect();
-    let body = optional(golden("bytes of one part of version 1, if they are as expected").body(), &all);
+    let body = optional(golden("bytes of one part of version 1").body(), &all);
     let Ok(Message::Get(read)) = decode(35, &body, 0) else { panic!("{body}") };
     assert_eq!(read.objects[0], GetObject { name: "models/llama".into(), ..GetObject::default() });
     assert!(decode(35, &json!({"objects": [], "claim": {"part": null, "group": null}}), 0).is_ok());
@@ -398,7 +391,7 @@ fn texts(value: &mut Value, change: &mut impl FnMut(&mut String)) {
     match value {
         Value::Object(object) => {
             for (name, value) in object {
-                let fixed = ["uuid", "token", "mechanism", "location", "kind", "inline", "expect", "digests", "dtype"];
+                let fixed = ["uuid", "token", "mechanism", "location", "kind", "inline", "ranges", "lease", "dtype"];
                 let tokens = ["request", "puts", "lost"].contains(&name.as_str())
                     || name == "leases" && value.get(0).is_some_and(Value::is_string);
                 if !fixed.contains(&name.as_str()) && !tokens {

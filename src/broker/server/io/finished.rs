@@ -1,14 +1,9 @@
 //! Results that other threads report to the event loop.
 
-use crate::broker::server::{
-    state::caller::ConnectionId,
-    verbs::effects::{Origin, Outcome},
-};
+use crate::broker::server::verbs::effects::Origin;
 
 /// A result of another thread.
 pub(super) enum Finished {
-    /// Work for a client's request.
-    Work(ConnectionId, Outcome),
     /// The worker has closed enough memory for users to send again.
     CaughtUp,
     /// Descriptors whose close a peer could block.

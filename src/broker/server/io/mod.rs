@@ -8,7 +8,7 @@
 //! | `admission` | decides which users may connect |
 //! | `flight` | descriptors that were sent but not read |
 //! | `timers` | the timer queue |
-//! | `worker`, `backlog` | long work, and backpressure on users that send more than the worker can process |
+//! | `worker`, `backlog` | closes memory; backpressure on users that send memory faster than it is closed |
 //! | `closer` | closes that a peer can block |
 //! | `finished` | results of other threads |
 //! | `keeper` | the connection to the keeper |

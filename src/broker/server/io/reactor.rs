@@ -186,9 +186,6 @@ impl Reactor {
     fn take_finished(&mut self) {
         for finished in self.finished.try_iter().collect::<Vec<_>>() {
             match finished {
-                Finished::Work(client, outcome) => {
-                    self.with(|state, effects| connection::work_done(state, effects, client, outcome));
-                }
                 // [`Reactor::run_timers`] resumes reading.
                 Finished::CaughtUp => {}
                 Finished::Closed(closed) => {

@@ -295,7 +295,6 @@ impl Reactor {
                     }
                 }
                 Effect::Listen(client) => self.connections.list(client),
-                Effect::Work(work) => self.worker.run(work),
                 Effect::CloseFds { of, fds } => self.close_fds(of, fds),
                 Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, &outcome, since.elapsed()),
                 Effect::Store => self.sync_store(),

@@ -1,12 +1,14 @@
 //! Memory that a pending request occupies.
 
-use serde_json::Value;
-
 use crate::wire::broker::{GetHeader, GetObject, Message, PutHeader, Table, WatchHeader};
 
 /// Overhead of an allocation, and of a vector or string.
 const ALLOCATION: usize = 16;
 const HEAD: usize = 24;
+
+/// Size of an entry of a map, and of its first node. A node has room for eleven entries and may be half full.
+const ENTRY: usize = 4 * HEAD;
+const NODE: usize = 24 * HEAD;
 
 /// Fixed size of a pending request.
 const REQUEST: usize = 512;
@@ -28,15 +30,11 @@ fn text_bytes(text: &str) -> usize {
 
 fn get_bytes(get: &GetHeader) -> usize {
     let object = |object: &GetObject| {
-        let lists = [&object.parts, &object.arrays].into_iter().flatten().flatten();
-        let digests = object.digests.iter().flatten().map(|(part, digest)| text_bytes(part) + text_bytes(digest));
-        let expect = object.expect.iter().flatten().map(|(field, value)| text_bytes(field) + ENTRY + heap_bytes(value));
+        let parts = object.parts.iter().flatten().map(|name| text_bytes(name));
+        let ranges = object.ranges.iter().flatten();
+        let ranges = ranges.map(|(part, ranges)| ENTRY + text_bytes(part) + 2 * size_of_val(ranges.as_slice()));
         // The name is also stored among the waits.
-        size_of::<GetObject>()
-            + 3 * text_bytes(&object.name)
-            + lists.map(|name| text_bytes(name)).sum::<usize>()
-            + digests.sum::<usize>()
-            + expect.sum::<usize>()
+        size_of::<GetObject>() + NODE + 3 * text_bytes(&object.name) + parts.sum::<usize>() + ranges.sum::<usize>()
     };
     get.objects.iter().map(object).sum()
 }
@@ -60,24 +58,4 @@ fn put_bytes(put: &PutHeader) -> usize {
         + announced.sum::<usize>()
         + size_of_val(put.sizes.as_slice())
         + leases
-}
-
-/// Size of an entry of a JSON object. A tree node has room for eleven entries and may be half full.
-const ENTRY: usize = 2 * (HEAD + size_of::<Value>());
-const NODE: usize = 11 * (HEAD + size_of::<Value>()) + ALLOCATION;
-
-/// Heap memory of a JSON value.
-fn heap_bytes(value: &Value) -> usize {
-    match value {
-        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
-        Value::String(string) => ALLOCATION + string.capacity(),
-        Value::Array(values) => {
-            ALLOCATION + values.capacity() * size_of::<Value>() + values.iter().map(heap_bytes).sum::<usize>()
-        }
-        Value::Object(fields) if fields.is_empty() => 0,
-        Value::Object(fields) => {
-            let contents = fields.iter().map(|(field, value)| ALLOCATION + field.len() + heap_bytes(value));
-            NODE.max(fields.len() * ENTRY) + contents.sum::<usize>()
-        }
-    }
 }

@@ -2,8 +2,11 @@
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use super::{caller::Caller, drafts::DraftKey, upload::ReceivedPut, waits::PendingGet, watchers::WatchState};
-use crate::wire::broker::{Token, Who};
+use super::{caller::Caller, drafts::DraftKey, objects::NewVersion, waits::PendingGet, watchers::WatchState};
+use crate::{
+    error::BrokerError,
+    wire::broker::{Token, Who},
+};
 
 /// A client, without its socket.
 #[derive(Debug)]
@@ -33,10 +36,8 @@ pub(crate) struct RequestInfo {
 pub(crate) enum PendingRequest {
     #[default]
     None,
-    /// Waits for the rest of a put's segments.
-    Upload(Box<ReceivedPut>),
-    /// Waits for the worker. `stopped`: the client has asked to stop waiting.
-    Worker { stopped: bool },
+    /// Waits for the rest of a put's segments. With a `problem`, the put is refused after the last one.
+    Upload { version: Box<NewVersion>, problem: Option<BrokerError> },
     /// Waits for the other parts of its put.
     Parts(DraftKey),
     /// Waits for an object.

@@ -100,22 +100,6 @@ pub(crate) fn inspect_and_classify(
     (result, kind(fd) == Kind::Foreign)
 }
 
-/// The inode of a descriptor of shared memory or a device. Does not block.
-///
-/// # Errors
-/// See statx(2).
-pub(crate) fn inode(fd: BorrowedFd<'_>) -> io::Result<Inode> {
-    let stat = cached_stat(fd)?;
-    Ok(Inode { device: (stat.stx_dev_major, stat.stx_dev_minor), number: stat.stx_ino })
-}
-
-/// A file on its file system.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub(crate) struct Inode {
-    device: (u32, u32),
-    number: u64,
-}
-
 fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), InspectError> {
     match memfd::inspect(fd, size) {
         Ok(sealed) if immutable && !sealed => Err(InspectError::Writable),
@@ -127,7 +111,7 @@ fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), InspectE
 /// The attributes that the kernel caches for every file.
 fn cached_stat(fd: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    Ok(statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?)
+    Ok(statx(fd, c"", flags, StatxFlags::TYPE)?)
 }
 
 fn file_type(stat: &Statx) -> FileType {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `objects/` | names, versions, leases, events; messages to the keeper |
 //! | `client` | each client's leases and pending request |
-//! | `upload`, `drafts` | unpublished puts |
+//! | `drafts` | versions that still lack parts |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
 //! | `caller`, `quota`, `bounds`, `room` | users: permissions, limits, memory per request, descriptors |
@@ -26,7 +26,6 @@ pub(super) mod repeats;
 pub(super) mod room;
 pub(super) mod root;
 pub(super) mod time;
-pub(super) mod upload;
 pub(super) mod waits;
 pub(super) mod watchers;
 

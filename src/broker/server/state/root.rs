@@ -9,7 +9,7 @@ use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
     client::{ClientState, PendingRequest},
-    drafts::{Drafts, descriptors_of},
+    drafts::Drafts,
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
@@ -51,13 +51,13 @@ pub(crate) struct Changes {
     /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
     pub(crate) reserves_names: bool,
     /// Puts of reserved names. They continue when the reservation expires.
-    pub(crate) reserved: Vec<ReadyPut>,
+    pub(crate) reserved: Vec<NewVersion>,
 }
 
 #[cfg(test)]
 impl Changes {
     /// Puts that have not begun.
-    pub(crate) fn queued_puts(&self) -> impl Iterator<Item = &ReadyPut> {
+    pub(crate) fn queued_puts(&self) -> impl Iterator<Item = &NewVersion> {
         let waiting = self.waiting.values().flatten().filter_map(|change| match change {
             Change::Put(put) => Some(put),
             Change::Delete(..) => None,
@@ -84,27 +84,8 @@ pub(crate) enum UnconfirmedKind {
 /// A change of a name that has not begun.
 #[derive(Debug)]
 pub(crate) enum Change {
-    Put(ReadyPut),
+    Put(NewVersion),
     Delete(ConnectionId, Delete),
-}
-
-/// A complete version, and the connections that put its parts.
-#[derive(Debug)]
-pub(crate) struct ReadyPut {
-    pub(crate) makers: Vec<ConnectionId>,
-    pub(crate) version: NewVersion,
-}
-
-impl ReadyPut {
-    /// The user whose quota it counts towards.
-    pub(crate) fn uid(&self) -> u32 {
-        self.version.parts.first().map_or(0, |part| part.maker.uid)
-    }
-
-    /// Upper bound of its descriptors.
-    pub(crate) fn descriptors(&self) -> usize {
-        1 + descriptors_of(&self.version.parts)
-    }
 }
 
 impl State {

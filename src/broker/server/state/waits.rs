@@ -5,15 +5,13 @@ use std::{
     time::Instant,
 };
 
-use super::{caller::ConnectionId, objects::Answer};
+use super::caller::ConnectionId;
 use crate::wire::broker::GetHeader;
 
 /// An unanswered get.
 #[derive(Debug)]
 pub(crate) struct PendingGet {
     pub(crate) get: GetHeader,
-    /// Results of table queries, by index in the get.
-    pub(crate) answers: HashMap<usize, Answer>,
     /// `None` before the wait starts.
     pub(crate) deadline: Option<Instant>,
 }

@@ -1,7 +1,7 @@
-//! Connects, disconnects, deadlines, and completed work and sends.
+//! Connects, disconnects, deadlines, and completed sends.
 
 use super::{
-    effects::{Effect, Effects, Outcome},
+    effects::{Effect, Effects},
     get, lease, parts, publish, put,
     reply::refuse,
     watch::page_sent,
@@ -34,7 +34,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
         state.objects.users().remove_request(uid, request_info.bytes);
     }
     match client.request {
-        PendingRequest::Upload(upload) => put::end_upload(state, effects, *upload),
+        PendingRequest::Upload { version, .. } => put::end_upload(state, effects, *version),
         PendingRequest::Parts(key) => parts::withdraw(state, effects, id, &key),
         PendingRequest::Confirmation => publish::withdraw(state, effects, id),
         _ => {}
@@ -51,32 +51,11 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
     if !client.greeted {
         let message = format!("no hello within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
-    } else if matches!(client.request, PendingRequest::Upload(_)) {
+    } else if matches!(client.request, PendingRequest::Upload { .. }) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
     } else {
         lease::end_wait(state, effects, id, RefusalCode::Timeout);
-    }
-}
-
-/// Applies the worker's result. If the client sent a stop during the work, a following wait is stopped too.
-pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: Outcome) {
-    let request = state.clients.get(&id).map(|client| &client.request);
-    let stopped = matches!(request, Some(PendingRequest::Worker { stopped: true }));
-    outcome(state, effects);
-    if stopped {
-        lease::stop(state, effects, id);
-    }
-}
-
-/// Handles a panic in the worker.
-pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
-    state.objects.users().end_reservation(uid, reserved);
-    state.waits.remove(id);
-    if state.clients.get(&id).is_some_and(|client| matches!(client.request, PendingRequest::Worker { .. })) {
-        let message = "the broker failed to examine the tables of this request: see its log".to_owned();
-        refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
-        effects.push(Effect::Listen(id));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
 
 use crate::{
-    broker::server::state::{caller::ConnectionId, objects::VersionFd, root::State},
+    broker::server::state::{caller::ConnectionId, objects::VersionFd},
     error::{ErrorCode, Result},
     wire::broker::Message,
 };
@@ -41,7 +41,6 @@ pub(crate) enum Effect {
     },
     /// Resumes reading from a client that waited.
     Listen(ConnectionId),
-    Work(Work),
     /// Closes descriptors where blocking is allowed.
     CloseFds {
         of: Origin,
@@ -125,47 +124,4 @@ impl Outgoing {
     pub(crate) fn descriptors(&self) -> usize {
         self.fds.len() + usize::from(self.own.is_some())
     }
-}
-
-/// The result of work: a function from the state to effects, for the event loop to call.
-pub(crate) type Outcome = Box<dyn FnOnce(&mut State, &mut Effects) + Send>;
-
-pub(crate) type Job = Box<dyn FnOnce() -> Step + Send>;
-
-/// The result of a step.
-pub(crate) enum Step {
-    /// More work, after other users' steps.
-    More(Job),
-    /// The work is complete: the event loop calls this function.
-    Done(Outcome),
-}
-
-/// Work for a client's request.
-pub(crate) struct Work {
-    pub(crate) client: ConnectionId,
-    pub(crate) uid: u32,
-    /// Descriptors reserved for the user until the work is complete.
-    pub(crate) reserved: usize,
-    pub(crate) job: Job,
-}
-
-impl Work {
-    /// Runs all steps in this thread.
-    pub(super) fn finish(self) -> Outcome {
-        let mut next = self.job;
-        loop {
-            match next() {
-                Step::More(job) => next = job,
-                Step::Done(outcome) => return outcome,
-            }
-        }
-    }
-}
-
-/// Runs small work in this thread, other work in the worker.
-pub(crate) fn work(state: &mut State, effects: &mut Effects, small: bool, work: Work) {
-    if !small {
-        return effects.push(Effect::Work(work));
-    }
-    (work.finish())(state, effects);
 }

@@ -1,12 +1,9 @@
 //! Gets: leases existing objects, waits for missing ones, grants claims on objects that nobody is making yet.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    time::Duration,
-};
+use std::time::Duration;
 
 use super::{
-    effects::{Effect, Effects, Outgoing, Step, Work, work},
+    effects::{Effect, Effects, Outgoing},
     reply::{count, end_request, refuse, reply},
 };
 use crate::{
@@ -16,7 +13,7 @@ use crate::{
             caller::ConnectionId,
             claims::Claims,
             client::PendingRequest,
-            objects::{LeaseParts, Objects, Selected, Selection, TableQuery},
+            objects::{LeaseParts, Objects, Selection},
             root::State,
             waits::PendingGet,
         },
@@ -31,89 +28,32 @@ use crate::{
 /// Starts a get.
 pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: GetHeader) {
     match check(&get) {
-        Ok(()) => try_get(state, effects, id, PendingGet { get, answers: HashMap::new(), deadline: None }),
+        Ok(()) => try_get(state, effects, id, PendingGet { get, deadline: None }),
         Err(refusal) => refuse(state, effects, id, refusal),
     }
 }
 
-/// The state of a get.
-enum Lookup {
-    /// All objects exist.
-    All(Vec<Selection>),
-    /// Tables must be read first.
-    Query(VecDeque<(usize, TableQuery)>),
-    /// This object does not exist.
-    Absent(String),
-}
-
 /// Answers a get, or waits.
 fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: PendingGet) {
-    match find(state, id, &waiting) {
-        Err(refusal) => refuse_get(state, effects, id, refusal),
-        Ok(Lookup::All(selections)) => send_leases(state, effects, id, &selections),
-        Ok(Lookup::Query(queries)) => start_query(state, effects, id, waiting, queries),
-        Ok(Lookup::Absent(name)) => absent(state, effects, id, waiting, &name),
-    }
-}
-
-fn find(state: &State, id: ConnectionId, waiting: &PendingGet) -> Result<Lookup, BrokerError> {
-    let Some(caller) = state.caller(id) else { return Ok(Lookup::All(Vec::new())) };
-    let (mut selections, mut queries) = (Vec::new(), VecDeque::new());
-    for (at, object) in waiting.get.objects.iter().enumerate() {
-        match state.objects.select(caller, object, waiting.answers.get(&at))? {
-            Selected::Ready(selection) => selections.push(selection),
-            Selected::Query(query) => queries.push_back((at, query)),
-            Selected::Absent => return Ok(Lookup::Absent(object.name.clone())),
+    let Some(caller) = state.caller(id) else { return };
+    let mut selections = Vec::with_capacity(waiting.get.objects.len());
+    for object in &waiting.get.objects {
+        match state.objects.select(caller, object) {
+            Ok(Some(selection)) => selections.push(selection),
+            Ok(None) => {
+                let name = object.name.clone();
+                return absent(state, effects, id, waiting, &name);
+            }
+            Err(refusal) => return refuse_get(state, effects, id, refusal),
         }
     }
-    Ok(if queries.is_empty() { Lookup::All(selections) } else { Lookup::Query(queries) })
+    send_leases(state, effects, id, &selections);
 }
 
 /// Refuses a get that may have waited.
 fn refuse_get(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
     state.waits.remove(id);
     refuse(state, effects, id, refusal);
-}
-
-/// Reads tables: small ones here, others in the worker.
-fn start_query(
-    state: &mut State,
-    effects: &mut Effects,
-    id: ConnectionId,
-    waiting: PendingGet,
-    queries: VecDeque<(usize, TableQuery)>,
-) {
-    let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return };
-    let small = queries.iter().all(|(_, query)| query.is_small());
-    state.set_request(id, PendingRequest::Worker { stopped: false });
-    let job = Box::new(move || read_table(id, waiting, queries));
-    work(state, effects, small, Work { client: id, uid, reserved: 0, job });
-}
-
-/// Reads one table for a get. The next table follows in the user's next turn.
-fn read_table(id: ConnectionId, mut waiting: PendingGet, mut queries: VecDeque<(usize, TableQuery)>) -> Step {
-    let mut refusal = None;
-    if let Some((at, query)) = queries.front_mut() {
-        match query.step() {
-            Ok(None) => {}
-            Ok(Some(answer)) => {
-                waiting.answers.insert(*at, answer);
-                queries.pop_front();
-            }
-            Err(error) => refusal = Some(error),
-        }
-    }
-    if refusal.is_none() && !queries.is_empty() {
-        return Step::More(Box::new(move || read_table(id, waiting, queries)));
-    }
-    Step::Done(Box::new(move |state, effects| {
-        state.set_request(id, PendingRequest::None);
-        match refusal {
-            Some(refusal) => refuse_get(state, effects, id, refusal),
-            None => try_get(state, effects, id, waiting),
-        }
-        effects.push(Effect::Listen(id));
-    }))
 }
 
 /// Handles a missing object: grants the claim, waits, or refuses.
@@ -135,7 +75,6 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
         return refuse(state, effects, id, refusal);
     };
     state.waits.add(id, &waiting.get);
-    // The deadline may have passed while tables were read.
     let deadline = *waiting.deadline.get_or_insert_with(|| state.objects.now.after(Duration::from_millis(wait)));
     state.set_request(id, PendingRequest::Object(Box::new(waiting)));
     effects.deadline(id, deadline);
@@ -179,11 +118,7 @@ pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
 /// Retries the gets that wait for a name.
 fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     for id in state.waits.of(name) {
-        // If a client's tables are being read, its get is retried after that.
-        let idle = |client: &&mut crate::broker::server::state::client::ClientState| {
-            matches!(client.request, PendingRequest::Object(_))
-        };
-        let Some(client) = state.clients.get_mut(&id).filter(idle) else { continue };
+        let Some(client) = state.clients.get_mut(&id) else { continue };
         let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { continue };
         try_get(state, effects, id, *waiting);
         effects.push(Effect::Listen(id));
@@ -208,18 +143,22 @@ pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: Connectio
 fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
     state.waits.remove(id);
     let Some(caller) = state.caller(id).cloned() else { return };
-    let mut tokens = Vec::with_capacity(selections.len());
+    let (mut tokens, mut granted) = (Vec::with_capacity(selections.len()), Vec::new());
     let mut records = Vec::with_capacity(selections.len());
     let given = selections.iter().try_for_each(|selection| {
-        let token = state.objects.lease(&caller, selection.key, selection.bytes)?;
+        let token = match selection.lease {
+            Some(token) => token,
+            None => state.objects.lease(&caller, selection.key, selection.bytes).inspect(|new| granted.push(*new))?,
+        };
         tokens.push(token);
         records.extend(lease_records(&state.objects, token, selection)?);
         Ok(())
     });
     if let Err(refusal) = given {
-        tokens.into_iter().for_each(|token| state.objects.end_lease(token));
+        granted.into_iter().for_each(|token| state.objects.end_lease(token));
         return refuse(state, effects, id, refusal);
     }
+    selections.iter().zip(&tokens).for_each(|(of, token)| state.objects.extend_lease(*token, of.bytes));
     count(state, effects, id, "ok");
     end_request(state, effects, id);
     if let Some(client) = state.clients.get_mut(&id) {
@@ -236,7 +175,7 @@ fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Resu
     header.sizes = first.iter().map(|(_, size)| *size).collect();
     let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();
     let long = |error: crate::error::Error| {
-        let message = format!("the answer does not fit one record ({error}): request fewer parts or arrays at once");
+        let message = format!("the answer does not fit one record ({error}): request fewer parts at once");
         BrokerError::new(RefusalCode::Invalid, message)
     };
     let mut records = vec![Outgoing::of(&Message::Lease(Box::new(header)), fds).map_err(long)?];
@@ -257,11 +196,8 @@ fn check(get: &GetHeader) -> Result<(), BrokerError> {
     }
     for object in &get.objects {
         check_name(&object.name)?;
-        if object.range.is_some() && object.arrays.is_some() {
-            return invalid("a get can request a range or arrays, not both");
-        }
-        if object.parts.as_ref().is_some_and(Vec::is_empty) || object.arrays.as_ref().is_some_and(Vec::is_empty) {
-            return invalid("a get must request at least one part and one array of an object, or omit the list");
+        if object.parts.as_ref().is_some_and(Vec::is_empty) {
+            return invalid("a get must request at least one part of an object, or omit the list");
         }
     }
     if let Some(ClaimHeader { part, group }) = &get.claim {

@@ -28,10 +28,7 @@ pub(crate) fn report(state: &mut State, id: ConnectionId, report: ReportHeader) 
 
 /// Stops the client's waiting request.
 pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
-    match state.clients.get_mut(&id).map(|client| &mut client.request) {
-        Some(PendingRequest::Worker { stopped }) => *stopped = true,
-        _ => end_wait(state, effects, id, RefusalCode::Stopped),
-    }
+    end_wait(state, effects, id, RefusalCode::Stopped);
 }
 
 /// Ends a request that waits for other clients.

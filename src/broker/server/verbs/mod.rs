@@ -3,9 +3,8 @@
 //! | File | Purpose |
 //! |---|---|
 //! | `dispatch` | selects the function for a message |
-//! | `connection` | connects, disconnects, deadlines, completed work and sends |
+//! | `connection` | connects, disconnects, deadlines, completed sends |
 //! | `hello`, `put`, `get`, `list`, `delete`, `watch`, `resume`, `lease`, `metrics` | the verbs |
-//! | `put/check` | validates a put |
 //! | `parts`, `publish` | drafts of several puts, and the published version |
 //! | `reply` | answers and refusals |
 //! | `effects` | instructions for the event loop |

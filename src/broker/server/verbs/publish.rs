@@ -10,19 +10,19 @@ use crate::{
         server::state::{
             caller::ConnectionId,
             client::PendingRequest,
-            objects::{NewTable, NewVersion},
-            root::{Change, ReadyPut, State, Unconfirmed, UnconfirmedKind},
+            objects::{NewPart, NewVersion},
+            root::{Change, State, Unconfirmed, UnconfirmedKind},
         },
         table::sealed,
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Resume, Token},
+    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Resume, Table, Token},
 };
 
 /// Begins a change of a name. If a put of the name is unconfirmed, the change waits for it.
 pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
     let (name, makers) = match &change {
-        Change::Put(put) => (&put.version.terms.name, put.makers.as_slice()),
+        Change::Put(put) => (&put.header.name, put.makers.as_slice()),
         Change::Delete(id, delete) => (&delete.name, std::slice::from_ref(id)),
     };
     makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
@@ -44,31 +44,29 @@ pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
 }
 
 /// Gives a version to the keeper.
-fn begin_put(state: &mut State, effects: &mut Effects, put: ReadyPut) {
-    let terms = &put.version.terms;
+fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
+    let (name, restore) = (put.header.name.clone(), put.header.restore.clone());
     // The name's former owner may still restore it, and the broker no longer knows the owner.
-    let is_new = terms.restore.is_none() && state.objects.current_key(&terms.name).is_none();
+    let is_new = restore.is_none() && state.objects.current_key(&name).is_none();
     if state.changes.reserves_names && is_new {
         state.objects.users().reserve(put.uid(), put.descriptors());
         return state.changes.reserved.push(put);
     }
-    let ReadyPut { makers, mut version } = put;
+    let makers = std::mem::take(&mut put.makers);
     let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
-        return effects.close_fds(None, version.into_fds());
+        return effects.close_fds(None, put.into_fds());
     };
-    let terms = &version.terms;
     // The first attempt of this request may have been completed meanwhile.
-    let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
-    if let Some(published) = terms.requests.iter().find_map(published_before) {
+    let published_before = |request: &Token| state.objects.published_before(&caller, &name, *request).transpose();
+    if let Some(published) = put.requests.iter().find_map(published_before) {
         // If the name's lifetime depends on its maker, it now depends on this connection.
-        let resume = Resume { leases: Vec::new(), puts: terms.requests.clone() };
+        let resume = Resume { leases: Vec::new(), puts: put.requests.clone() };
         let names = state.objects.resume(&caller, &resume).names;
         state.clients.entry(caller.connection).and_modify(|client| client.names.extend(names));
-        effects.close_fds(Some(caller.uid), version.into_fds());
+        effects.close_fds(Some(caller.uid), put.into_fds());
         return reply_to_makers(state, effects, &makers, &published);
     }
-    let (name, restore) = (terms.name.clone(), terms.restore.clone());
-    match fit(&mut version).and_then(|()| state.objects.stage(&caller, version)) {
+    match fit(&mut put).and_then(|()| state.objects.stage(&caller, put)) {
         Ok(key) => {
             let mark = state.objects.store().mark();
             let kind = UnconfirmedKind::Put { key, name, makers, restore };
@@ -144,7 +142,7 @@ fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
 pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let clients = &state.clients;
     let is_abandoned =
-        |put: &ReadyPut| put.makers.contains(&id) && !put.makers.iter().any(|id| clients.contains_key(id));
+        |put: &NewVersion| put.makers.contains(&id) && !put.makers.iter().any(|id| clients.contains_key(id));
     let mut abandoned = Vec::new();
     for changes in state.changes.waiting.values_mut() {
         for change in std::mem::take(changes) {
@@ -157,7 +155,7 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
     abandoned.extend(state.changes.reserved.extract_if(.., |put| is_abandoned(put)));
     for put in abandoned {
         state.objects.users().end_reservation(put.uid(), put.descriptors());
-        effects.close_fds(Some(put.uid()), put.version.into_fds());
+        effects.close_fds(Some(put.uid()), put.into_fds());
     }
 }
 
@@ -221,20 +219,25 @@ fn reply_to_makers(
 }
 
 /// Moves tables into memfds until the remaining ones fit one record.
-fn fit(version: &mut NewVersion) -> Result<(), BrokerError> {
-    let mut room = MAX_INLINE_TOGETHER;
-    let arrays = version.parts.iter_mut().filter_map(|part| part.arrays.as_mut());
-    for table in version.metadata.iter_mut().chain(arrays) {
-        let NewTable::Inline(text) = table else { continue };
-        let length = text.as_str().len();
-        if let Some(left) = room.checked_sub(length) {
+fn fit(put: &mut NewVersion) -> Result<(), BrokerError> {
+    let mut room = MAX_INLINE_TOGETHER as u64;
+    let mut moved = |table: Option<&mut Table>| {
+        let Some(table) = table else { return Ok(None) };
+        let Table::Inline(text) = &*table else { return Ok(None) };
+        if let Some(left) = room.checked_sub(table.length()) {
             room = left;
-            continue;
+            return Ok(None);
         }
-        let fd = sealed(text.as_str()).map_err(|error| {
-            BrokerError::new(RefusalCode::Full, format!("the broker can't create a memfd for a table: {error}"))
-        })?;
-        *table = NewTable::Memfd { fd, length: length as u64 };
+        let fd = sealed(text.as_str())?;
+        *table = Table::Length(table.length());
+        Ok(Some(fd))
+    };
+    let failed = |error: std::io::Error| {
+        BrokerError::new(RefusalCode::Full, format!("the broker can't create a memfd for a table: {error}"))
+    };
+    put.metadata = moved(put.header.metadata.as_mut()).map_err(failed)?.or(put.metadata.take());
+    for NewPart { record, fds } in &mut put.parts {
+        fds.splice(0..0, moved(record.header.arrays.as_mut()).map_err(failed)?);
     }
     Ok(())
 }

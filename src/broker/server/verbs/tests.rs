@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    connection::{all_sent, connected, deadline_passed, disconnected, work_done},
+    connection::{all_sent, connected, deadline_passed, disconnected},
     dispatch::handle,
     effects::{Effect, Effects},
     publish::complete_confirmed,
@@ -409,20 +409,74 @@ fn group_parts_are_published_together() {
 }
 
 #[test]
-fn stop_ends_examined_put() {
+fn stop_ends_wait_for_parts() {
     let mut test = Fixture::new();
     let maker = test.client();
     let metadata = table::sealed("{}").unwrap();
     let part = r#"x|, "announced": ["x", "y"], "group": "g", "wait_ms": 1000, "metadata": {"length": 2}"#;
-    let seen = test.put_fds(maker, "a", part, vec![metadata, memory()]);
-    let Some(Effect::Work(work)) = seen.0.into_iter().next() else {
-        panic!("a table in a memfd is read by the worker")
-    };
+    assert!(test.put_fds(maker, "a", part, vec![metadata, memory()]).messages(maker).is_empty());
     let stop = Message::Stop(serde_json::from_str("{}").unwrap());
-    assert!(test.ask(maker, stop).0.is_empty());
-    let done = test.run(|state, effects| work_done(state, effects, maker, work.finish()));
-    assert_eq!(done.refusal(maker), RefusalCode::Stopped);
+    let seen = test.ask(maker, stop);
+    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Stopped, 2));
     assert!(test.state.drafts.is_empty());
+}
+
+/// Requests a lease, or memory of a lease.
+fn select(test: &mut Fixture, id: ConnectionId, object: serde_json::Value) -> Seen {
+    let get = serde_json::from_value(serde_json::json!({ "objects": [object] })).unwrap();
+    test.ask(id, Message::Get(Box::new(get)))
+}
+
+#[test]
+fn get_of_lease_selects_its_memory() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    test.put(maker, "a", "");
+    let (token, _) = select(&mut test, reader, serde_json::json!({"name": "a", "ranges": {}})).lease(reader);
+    test.put(maker, "a", r#", "replace": true"#);
+    let of = |more: serde_json::Value| {
+        let mut object = serde_json::json!({"name": "a", "lease": token});
+        object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        object
+    };
+    // From the leased version, which is no longer current.
+    let seen = select(&mut test, reader, of(serde_json::json!({"ranges": {"all": [{"offset": 0, "length": 1}]}})));
+    let Message::Lease(lease) = seen.message(reader) else { panic!() };
+    assert_eq!((lease.token, lease.version, lease.sizes.len()), (token, 1, 1));
+    assert_eq!(test.leases(), 1);
+    for (more, code) in [
+        (serde_json::json!({"ranges": {"all": [{"offset": GRANULARITY, "length": 1}]}}), RefusalCode::Differs),
+        (serde_json::json!({"ranges": {"all": [{"offset": 1, "length": u64::MAX}]}}), RefusalCode::Differs),
+        (serde_json::json!({"ranges": {"all": [{"offset": 1, "length": 0}]}}), RefusalCode::Differs),
+        (serde_json::json!({"ranges": {"y": []}}), RefusalCode::Lacks),
+        (serde_json::json!({"name": "b"}), RefusalCode::Absent),
+        (serde_json::json!({"lease": Token([1; 16])}), RefusalCode::Absent),
+    ] {
+        assert_eq!(select(&mut test, reader, of(more)).refusal(reader), code);
+    }
+    assert_eq!(select(&mut test, maker, of(serde_json::json!({}))).refusal(maker), RefusalCode::Absent);
+    assert_eq!(test.leases(), 1);
+    test.ask(reader, Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap()));
+    assert_eq!(select(&mut test, reader, of(serde_json::json!({}))).refusal(reader), RefusalCode::Absent);
+    assert_eq!((test.leases(), test.state.objects.counts().versions), (0, 1));
+}
+
+#[test]
+fn wrong_tables_are_refused_unread() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    let unsealed = memfd::empty(c"table").unwrap();
+    nix::unistd::ftruncate(&unsealed, 2).unwrap();
+    let pipe = || nix::unistd::pipe().unwrap().0;
+    for (fd, length) in [(unsealed, 2), (pipe(), 2), (table::sealed("{}").unwrap(), 3), (table::sealed("").unwrap(), 0)]
+    {
+        let more = format!(r#", "metadata": {{"length": {length}}}"#);
+        let seen = test.put_fds(maker, "a", &more, vec![fd, memory()]);
+        assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 2), "{length}");
+    }
+    // Only readers read it.
+    test.put_fds(maker, "a", r#", "metadata": {"length": 7}"#, vec![table::sealed("garbage").unwrap(), memory()])
+        .published(maker);
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl Objects {
             let parts = record.parts.iter().zip(record.places()).map(|(part, place)| {
                 let first = place.first_segment;
                 let fds = (first..first + part.sizes.len()).map(|at| VersionFd { key: *key, at });
-                (part.name.clone(), fds.collect())
+                (part.header.name.clone(), fds.collect())
             });
             let name = self.names.get(record.name.as_str());
             let name = name.filter(|name| name.versions.get(&record.version) == Some(key));

@@ -79,8 +79,19 @@ impl Objects {
         let (reader, since_ms) = (caller.describe(), self.now.ms);
         let held = Held { number: self.last_lease, key, reader, since_ms, size, holder: caller.connection };
         self.leases.insert(token, held);
-        self.publish_lease(EventKind::Leased, token);
+        // A lease of the description only is published when it gets memory.
+        if size > 0 {
+            self.publish_lease(EventKind::Leased, token);
+        }
         Ok(())
+    }
+
+    /// Notes that a lease covers at least `bytes` bytes of its version.
+    pub(crate) fn extend_lease(&mut self, token: Token, bytes: u64) {
+        let Some(held) = self.leases.get_mut(&token).filter(|held| held.size < bytes) else { return };
+        if std::mem::replace(&mut held.size, bytes) == 0 {
+            self.publish_lease(EventKind::Leased, token);
+        }
     }
 
     /// Publishes the event of a lease's beginning or end.

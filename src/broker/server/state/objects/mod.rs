@@ -38,8 +38,8 @@ pub(crate) use self::{
     events::{Events, Seen},
     leases::Resumption,
     lifetimes::Expiry,
-    publish::{NewPart, NewTable, NewVersion, Terms},
-    select::{Answer, LeaseParts, Selected, Selection, TableQuery},
+    publish::{NewPart, NewVersion},
+    select::{LeaseParts, Selection},
     view::{Counts, LeasePage, Total},
 };
 use super::{quota::Rules, time::Time};

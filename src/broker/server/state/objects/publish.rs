@@ -1,126 +1,211 @@
 //! Publishes versions: checks them, gives them to the keeper, and makes them available once the keeper has them.
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
 
 use uuid::Builder;
 
 use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
-        manifest::{self, Table},
+        manifest::{self, fds_of},
         server::state::{
             caller::{Caller, ConnectionId, Right},
+            inspect::inspect,
             random::random,
             refuse,
         },
+        table,
     },
-    driver::Backend,
+    driver::{Backend, GRANULARITY},
     error::{BrokerError, RefusalCode},
-    wire::{
-        Memory,
-        broker::{Attached, EventKind, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, Restore, Token},
+    wire::broker::{
+        EventKind, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, PutHeader, PutPartHeader, Restore, Table, Token,
     },
 };
 
-/// A checked part, ready to publish.
-#[derive(Debug)]
-pub(crate) struct NewPart {
-    pub(crate) name: String,
-    pub(crate) memory: Memory,
-    pub(crate) arrays: Option<NewTable>,
-    pub(crate) array_count: u64,
-    pub(crate) digest: Option<String>,
-    pub(crate) maker: Maker,
-    pub(crate) segments: Vec<(u64, OwnedFd)>,
-}
-
-impl NewPart {
-    /// Bytes of memory and table, as claimed.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.memory.mapped_size + self.arrays.as_ref().map_or(0, NewTable::length)
-    }
-}
-
-/// A checked table, ready to publish.
-#[derive(Debug)]
-pub(crate) enum NewTable {
-    Inline(Attached),
-    Memfd { fd: OwnedFd, length: u64 },
-}
-
-impl NewTable {
-    pub(crate) fn length(&self) -> u64 {
-        match self {
-            Self::Inline(text) => text.as_str().len() as u64,
-            Self::Memfd { length, .. } => *length,
-        }
-    }
-}
-
-/// The arguments of a put, without its parts.
-#[derive(Debug, Clone)]
-pub(crate) struct Terms {
-    pub(crate) name: String,
-    pub(crate) replace: bool,
-    pub(crate) if_version: Option<u64>,
-    pub(crate) mode: Option<u16>,
-    pub(crate) lifetime: Option<Lifetime>,
-    pub(crate) keep: Option<u32>,
-    pub(crate) backend: Backend,
-    /// Tokens that clients gave to their puts.
-    pub(crate) requests: Vec<Token>,
-    /// The version to restore, as a client remembers it.
-    pub(crate) restore: Option<Restore>,
-}
-
-/// A checked version, ready to publish.
+/// A put on its way to the keeper: the request, and the descriptors that have arrived. Puts of one group become one version.
 #[derive(Debug)]
 pub(crate) struct NewVersion {
-    pub(crate) terms: Terms,
-    pub(crate) metadata: Option<NewTable>,
+    /// The request, without its parts and sizes.
+    pub(crate) header: PutHeader,
+    pub(crate) backend: Backend,
+    /// The connections that put the parts.
+    pub(crate) makers: Vec<ConnectionId>,
+    /// Tokens that clients gave to their puts.
+    pub(crate) requests: Vec<Token>,
+    /// The memfd of the metadata.
+    pub(crate) metadata: Option<OwnedFd>,
     pub(crate) parts: Vec<NewPart>,
 }
 
+/// A part with its descriptors: the memfd of its table, if any, and the segments.
+#[derive(Debug)]
+pub(crate) struct NewPart {
+    pub(crate) record: manifest::Part,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+impl NewPart {
+    fn lacks_segments(&self) -> bool {
+        (self.record.sizes.len() as u64) < self.record.header.memory.segments
+    }
+}
+
 impl NewVersion {
+    /// A checked put whose descriptors have not arrived.
+    pub(crate) fn new(mut header: PutHeader, backend: Backend, caller: &Caller) -> Self {
+        header.replace |= header.if_version.is_some();
+        let part = |header| NewPart {
+            record: manifest::Part { header, maker: caller.describe(), sizes: Vec::new() },
+            fds: Vec::new(),
+        };
+        let parts = std::mem::take(&mut header.parts).into_iter().map(part).collect();
+        let (makers, requests) = (vec![caller.connection], header.request.into_iter().collect());
+        Self { header, backend, makers, requests, metadata: None, parts }
+    }
+
+    /// Takes the tables from the descriptors of the first record. Checks their seals and sizes, and does not read them.
+    pub(crate) fn take_tables(&mut self, fds: &mut impl Iterator<Item = OwnedFd>) -> Result<(), BrokerError> {
+        let mut checked = Ok(());
+        let mut take = |table: Option<&Table>, what: String| {
+            let Some(Table::Length(length)) = table else { return None };
+            let fd = fds.next()?;
+            if let Err(problem) = table::check(fd.as_fd(), *length)
+                && checked.is_ok()
+            {
+                checked = refuse(RefusalCode::Invalid, format!("{what}: {problem}"));
+            }
+            Some(fd)
+        };
+        self.metadata = take(self.header.metadata.as_ref(), "the metadata".to_owned());
+        for NewPart { record, fds } in &mut self.parts {
+            fds.extend(take(record.header.arrays.as_ref(), format!("part `{}`", record.header.name)));
+        }
+        checked
+    }
+
+    /// Takes the next segments. Checks that each can be the claimed memory.
+    pub(crate) fn take_segments(
+        &mut self,
+        segments: impl Iterator<Item = (u64, OwnedFd)>,
+        emulated: bool,
+    ) -> Result<(), BrokerError> {
+        let mut checked = Ok(());
+        let mut parts = self.parts.iter_mut().skip_while(|part| !part.lacks_segments()).peekable();
+        for (size, fd) in segments {
+            while parts.next_if(|part| !part.lacks_segments()).is_some() {}
+            let Some(NewPart { record, fds }) = parts.peek_mut() else { break };
+            if checked.is_ok() {
+                checked = check_segment(self.backend, record, size, fd.as_fd(), emulated);
+            }
+            record.sizes.push(size);
+            fds.push(fd);
+        }
+        checked
+    }
+
+    /// The user whose quota it counts towards.
+    pub(crate) fn uid(&self) -> u32 {
+        self.parts.first().map_or(0, |part| part.record.maker.uid)
+    }
+
+    /// The number of segments that have arrived.
+    pub(crate) fn segments(&self) -> usize {
+        self.parts.iter().map(|part| part.record.sizes.len()).sum()
+    }
+
+    /// The number of segments of the complete put.
+    pub(crate) fn all_segments(&self) -> usize {
+        self.parts.iter().map(|part| part.record.header.memory.segments as usize).sum()
+    }
+
+    /// Checks that the segments of each part have the claimed size. All have arrived.
+    pub(crate) fn check_sizes(&self) -> Result<(), BrokerError> {
+        self.parts.iter().try_for_each(|part| {
+            let PutPartHeader { name, memory, .. } = &part.record.header;
+            let sum = part.record.sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size));
+            match sum == memory.mapped_size {
+                true => Ok(()),
+                false => refuse(
+                    RefusalCode::Invalid,
+                    format!(
+                        "the segments of part `{name}` have {sum} bytes in total, but the part claims {}",
+                        memory.mapped_size
+                    ),
+                ),
+            }
+        })
+    }
+
+    /// Adds the parts of another put of the same group.
+    pub(crate) fn join(&mut self, other: Self) {
+        if other.header.metadata.is_some() {
+            (self.header.metadata, self.metadata) = (other.header.metadata, other.metadata);
+        }
+        self.makers.extend(other.makers);
+        self.requests.extend(other.requests);
+        self.parts.extend(other.parts);
+    }
+
     /// Bytes of memory and tables, as claimed.
     pub(crate) fn bytes(&self) -> u64 {
-        let metadata = self.metadata.as_ref().map_or(0, NewTable::length);
-        metadata + self.parts.iter().map(NewPart::bytes).sum::<u64>()
+        let metadata = self.header.metadata.as_ref().map_or(0, Table::length);
+        metadata + self.parts.iter().map(|part| part.record.bytes()).sum::<u64>()
+    }
+
+    /// The number of descriptors of the complete put.
+    pub(crate) fn descriptors(&self) -> usize {
+        let tables = self.parts.iter().map(|part| fds_of(part.record.header.arrays.as_ref()));
+        fds_of(self.header.metadata.as_ref()) + tables.sum::<usize>() + self.all_segments()
     }
 
     /// Takes the descriptors, in the order of the manifest.
     pub(crate) fn into_fds(self) -> Vec<OwnedFd> {
-        let (_, _, fds) = self.split();
-        fds
+        self.metadata.into_iter().chain(self.parts.into_iter().flat_map(|part| part.fds)).collect()
     }
+}
 
-    /// The tables and parts of a manifest, and the descriptors.
-    fn split(self) -> (Option<Table>, Vec<manifest::Part>, Vec<OwnedFd>) {
-        let mut fds = Vec::new();
-        let table = |table: NewTable, fds: &mut Vec<OwnedFd>| match table {
-            NewTable::Inline(text) => Table::Inline(text),
-            NewTable::Memfd { fd, length } => {
-                fds.push(fd);
-                Table::Memfd(length)
-            }
-        };
-        let metadata = self.metadata.map(|metadata| table(metadata, &mut fds));
-        let mut parts = Vec::with_capacity(self.parts.len());
-        for part in self.parts {
-            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
-            let arrays = arrays.map(|arrays| table(arrays, &mut fds));
-            let (sizes, segments): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
-            fds.extend(segments);
-            parts.push(manifest::Part { name, memory, arrays, array_count, maker, digest, sizes });
-        }
-        (metadata, parts, fds)
+fn check_segment(
+    backend: Backend,
+    part: &manifest::Part,
+    size: u64,
+    fd: BorrowedFd<'_>,
+    emulated: bool,
+) -> Result<(), BrokerError> {
+    let PutPartHeader { name, memory, .. } = &part.header;
+    let at = part.sizes.len();
+    if !size.is_multiple_of(GRANULARITY) {
+        return refuse(
+            RefusalCode::Invalid,
+            format!(
+                "segment {at} of part `{name}` has {size} bytes, which is not a multiple of the granularity, {GRANULARITY} bytes"
+            ),
+        );
     }
+    inspect(fd, backend, size, memory.immutable, emulated)
+        .or_else(|unfit| refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be held: {unfit}")))
 }
 
 impl Objects {
     /// Checks a put, before its memory is received and again when it is complete.
-    pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {
-        let Terms { name, replace, if_version, mode, keep, .. } = terms;
+    pub(crate) fn check_put(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
+        self.check_terms(caller, put)?;
+        let memory = put.parts.iter().map(|part| &part.record.header.memory);
+        self.users.check_devices(caller.uid, memory).map_err(|refusal| {
+            match self.names.contains_key(put.header.name.as_str()) {
+                true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
+                false => refusal,
+            }
+        })
+    }
+
+    fn check_terms(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
+        let PutHeader { name, replace, if_version, mode, keep, lifetime, .. } = &put.header;
+        let bytes = put.bytes();
         check_mapped(caller)?;
         if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
             return refuse(
@@ -128,7 +213,7 @@ impl Objects {
                 format!("`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept"),
             );
         }
-        if let Some(restore) = &terms.restore {
+        if let Some(restore) = &put.header.restore {
             self.check_restore(caller, name, restore, keep.unwrap_or(0))?;
             return self.users.check_bytes(caller.uid, bytes);
         }
@@ -152,7 +237,7 @@ impl Objects {
                 }
                 caller.require(Right::Write, name, existing.owner, existing.mode)?;
                 let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
-                let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
+                let changes = lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
                     || keep.is_some_and(|keep| keep != existing.keep);
                 if changes && !owns {
                     let (uid, owner) = (caller.uid, existing.owner.uid);
@@ -183,19 +268,6 @@ impl Objects {
         self.users.check_bytes(caller.uid, bytes)
     }
 
-    /// Checks that a put of this name does not exceed the user's limits on devices and their memory.
-    pub(crate) fn check_devices<'a>(
-        &self,
-        caller: &Caller,
-        name: &str,
-        memory: impl Iterator<Item = &'a Memory>,
-    ) -> Result<(), BrokerError> {
-        self.users.check_devices(caller.uid, memory).map_err(|refusal| match self.names.contains_key(name) {
-            true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
-            false => refusal,
-        })
-    }
-
     /// Checks whether the caller may put a version of a name that it wants to claim.
     pub(crate) fn check_claim(&self, caller: &Caller, name: &str) -> Result<(), BrokerError> {
         check_mapped(caller)?;
@@ -219,17 +291,12 @@ impl Objects {
     /// Checks a put and gives the version to the keeper. [`Objects::publish`] follows once the keeper has confirmed it. No version of the
     /// name may be unconfirmed. Returns the version's key. On failure, its descriptors become garbage.
     pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
-        let checked = self.check_put(caller, &put.terms, put.bytes());
-        let memory = put.parts.iter().map(|part| &part.memory);
-        let checked = checked.and_then(|()| self.check_devices(caller, &put.terms.name, memory));
-        let descriptors = put.parts.iter().map(|part| part.segments.len() + 1).sum::<usize>() + 1;
-        if let Err(refusal) = checked.and_then(|()| self.require_room(descriptors)) {
+        let checked = self.check_put(caller, &put);
+        if let Err(refusal) = checked.and_then(|()| self.require_room(put.descriptors())) {
             self.garbage.extend(put.into_fds());
             return Err(refusal);
         }
-        let terms = put.terms.clone();
-        let (metadata, parts, fds) = put.split();
-        let record = self.describe(caller, terms, metadata, parts);
+        let (record, fds) = self.describe(caller, put);
         self.last_key += 1;
         let key = self.last_key;
         self.charge(&record);
@@ -242,39 +309,36 @@ impl Objects {
         Ok(key)
     }
 
-    /// The manifest of a put.
-    fn describe(
-        &self,
-        caller: &Caller,
-        terms: Terms,
-        metadata: Option<Table>,
-        parts: Vec<manifest::Part>,
-    ) -> manifest::Version {
-        let existing = self.names.get(terms.name.as_str());
-        let restore = terms.restore.as_ref();
+    /// The manifest of a put, and its descriptors.
+    fn describe(&self, caller: &Caller, put: NewVersion) -> (manifest::Version, Vec<OwnedFd>) {
+        let NewVersion { header, backend, requests, metadata, parts, .. } = put;
+        let existing = self.names.get(header.name.as_str());
+        let restore = header.restore.as_ref();
         // A restored version keeps its group if the caller is a member of it.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
         let offered = restore.map(|restore| restore.owner);
         let offered = offered.filter(|owner| caller.is_superuser() || caller.is_member_of(owner.gid));
         let next = existing.map_or(0, |name| self.current(name).record.version) + 1;
         let new_id = || Builder::from_random_bytes(random()).into_uuid().to_string();
-        manifest::Version {
+        let (parts, fds): (Vec<_>, Vec<_>) = parts.into_iter().map(|part| (part.record, part.fds)).unzip();
+        let record = manifest::Version {
             version: restore.map_or(next, |restore| restore.version),
             id: restore.map_or_else(new_id, |restore| restore.id.clone()),
             created_ms: restore.map_or(self.now.ms, |restore| restore.created_ms),
             owner: existing.map_or(offered.unwrap_or(own), |name| name.owner),
-            mode: existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode),
-            lifetime: terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default(),
-            keep: terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0),
-            backend: terms.backend,
-            name: terms.name,
-            requests: terms.requests,
-            metadata,
+            mode: existing.map_or_else(|| header.mode.unwrap_or(0o600), |name| name.mode),
+            lifetime: header.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default(),
+            keep: header.keep.or(existing.map(|name| name.keep)).unwrap_or(0),
+            backend,
+            name: header.name,
+            requests,
+            metadata: header.metadata,
             parts,
             is_unnamed: false,
             is_recalled: false,
             reports: Vec::new(),
-        }
+        };
+        (record, metadata.into_iter().chain(fds.into_iter().flatten()).collect())
     }
 
     /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.

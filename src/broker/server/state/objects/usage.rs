@@ -219,12 +219,12 @@ impl Users {
         self.all.bytes += bytes;
         self.all.descriptors += descriptors;
         for part in &of.parts {
-            *self.all.devices.entry(part.memory.device.uuid).or_default() += part.memory.mapped_size;
+            *self.all.devices.entry(part.header.memory.device.uuid).or_default() += part.header.memory.mapped_size;
         }
         self.change(of.payer(), |usage| {
             usage.bytes += bytes;
             usage.held += descriptors;
-            of.parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.memory));
+            of.parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.header.memory));
         });
     }
 
@@ -233,8 +233,8 @@ impl Users {
         self.all.bytes -= bytes;
         self.all.descriptors -= descriptors;
         for part in &of.parts {
-            if let Entry::Occupied(mut entry) = self.all.devices.entry(part.memory.device.uuid) {
-                *entry.get_mut() -= part.memory.mapped_size;
+            if let Entry::Occupied(mut entry) = self.all.devices.entry(part.header.memory.device.uuid) {
+                *entry.get_mut() -= part.header.memory.mapped_size;
                 if *entry.get() == 0 {
                     entry.remove();
                 }
@@ -244,9 +244,9 @@ impl Users {
             usage.bytes -= bytes;
             usage.held -= descriptors;
             for part in &of.parts {
-                let is_of_part = |device: &&mut DeviceBytes| device.device.uuid == part.memory.device.uuid;
+                let is_of_part = |device: &&mut DeviceBytes| device.device.uuid == part.header.memory.device.uuid;
                 if let Some(device) = usage.devices.iter_mut().find(is_of_part) {
-                    device.bytes -= part.memory.mapped_size;
+                    device.bytes -= part.header.memory.mapped_size;
                 }
             }
             usage.devices.retain(|device| device.bytes > 0);
@@ -311,8 +311,7 @@ impl Users {
             return refuse(
                 RefusalCode::Quota,
                 format!(
-                    "the pending requests of uid {uid} take {} and this one {}, and the limit is {}: wait in fewer connections, or expect \
-                    fewer fields",
+                    "the pending requests of uid {uid} take {} and this one {}, and the limit is {}: wait in fewer connections",
                     bytes(has),
                     bytes(more),
                     bytes(MAX_REQUESTED)

@@ -5,12 +5,12 @@ use std::{collections::BTreeMap, ops::Bound};
 use super::{Name, Objects, Version, VersionFd};
 use crate::{
     broker::{
-        manifest::{self, Table},
+        manifest,
         server::state::caller::{Caller, Right},
     },
     error::{BrokerError, RefusalCode},
     wire::{
-        self, Memory,
+        Memory,
         broker::{
             DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, ReportInfo, Stat, Summary, UserTotal,
             VersionInfo, Who,
@@ -58,17 +58,17 @@ impl Objects {
     fn summary(&self, name: &Name, version: &Version) -> Summary {
         let record = &version.record;
         let mut devices = Vec::new();
-        record.parts.iter().for_each(|part| add_bytes(&mut devices, &part.memory));
+        record.parts.iter().for_each(|part| add_bytes(&mut devices, &part.header.memory));
         Summary {
             name: record.name.clone(),
             version: record.version,
             id: record.id.clone(),
-            size: record.parts.iter().map(|part| part.memory.size).sum(),
+            size: record.parts.iter().map(|part| part.header.memory.size).sum(),
             devices,
             backend: record.backend.as_str().to_owned(),
             parts: record.parts.len() as u64,
             segments: record.parts.iter().map(|part| part.sizes.len() as u64).sum(),
-            arrays: record.parts.iter().map(|part| part.array_count).sum(),
+            arrays: record.parts.iter().filter_map(|part| part.header.array_count).sum(),
             leases: version.leases,
             owner: name.owner,
             mode: name.mode,
@@ -104,10 +104,10 @@ impl Objects {
         let (entry, version) = self.readable(caller, name, *version)?;
         let record = &version.record;
         let part = |part: &manifest::Part| PartInfo {
-            name: part.name.clone(),
-            memory: part.memory.clone(),
-            arrays: part.array_count,
-            digest: part.digest.clone(),
+            name: part.header.name.clone(),
+            memory: part.header.memory.clone(),
+            arrays: part.header.array_count.unwrap_or(0),
+            digest: part.header.digest.clone(),
             maker: part.maker.clone(),
         };
         let report = |report: &manifest::Report| {
@@ -120,7 +120,7 @@ impl Objects {
             lifetime: entry.lifetime,
             keep: entry.keep,
             parts: record.parts.iter().map(part).collect(),
-            metadata: record.metadata.as_ref().map(to_wire),
+            metadata: record.metadata.clone(),
             reports: record.reports.iter().map(report).collect(),
         };
         let key = self.ids.get(&record.id).copied();
@@ -235,12 +235,4 @@ fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
     let mut numbers: Vec<u64> = versions.keys().rev().take(1000).copied().collect();
     numbers.reverse();
     numbers
-}
-
-/// The wire form of a table.
-pub(crate) fn to_wire(table: &Table) -> wire::broker::Table {
-    match table {
-        Table::Inline(text) => wire::broker::Table::Inline(text.clone()),
-        Table::Memfd(length) => wire::broker::Table::Length(*length),
-    }
 }
