@@ -451,8 +451,8 @@ class Broker(Connection):
 
     @contextlib.contextmanager
     def get(self, name: str, range: tuple[int, int] | None = None, wait: float = 0.0, **more: Any) -> Iterator[Memory]:
-        """Leases an object of one part, or a range (offset, length) of it, for the block. `more` has other fields of the message."""
-        wanted = {"name": name, "range": range and {"offset": range[0], "length": range[1]}, **more}
+        """Leases an object of the part `all`, or a range (offset, length) of it, for the block. `more` has other fields of the message."""
+        wanted = {"name": name, "parts": range and {"all": [{"offset": range[0], "length": range[1]}]}, **more}
         self.send("get", {"objects": [wanted], "wait_ms": int(wait * 1000) or None})
         lease, fds = self.answer("lease", wait=wait)
         count, table = len(fds) - len(lease["sizes"]), lease.get("metadata") or {}

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     driver::Backend,
-    wire::broker::{Lifetime, Maker, Owner, Published, PutPartHeader, Table, Token},
+    wire::broker::{Lifetime, Maker, Owner, Published, PutPartHeader, ReportInfo, Table, Token},
 };
 
 /// The key of the entry that describes the broker itself. It is handed over first.
@@ -83,7 +83,7 @@ pub(in crate::broker) struct Version {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(in crate::broker) is_recalled: bool,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(in crate::broker) reports: Vec<Report>,
+    pub(in crate::broker) reports: Vec<ReportInfo>,
 }
 
 /// A part of a version.
@@ -94,15 +94,6 @@ pub(in crate::broker) struct Part {
     pub(in crate::broker) maker: Maker,
     /// The sizes of the segments in order, in bytes.
     pub(in crate::broker) sizes: Vec<u64>,
-}
-
-/// A reader's report of a version.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::broker) struct Report {
-    pub(in crate::broker) reader: Maker,
-    /// In milliseconds since 1970.
-    pub(in crate::broker) at_ms: u64,
-    pub(in crate::broker) message: String,
 }
 
 /// The positions of a part's descriptors among those of its version.

@@ -9,9 +9,10 @@ use crate::{
     wire::{
         Mechanism,
         broker::{
-            ArrayEntry, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_PARTS,
+            ArrayEntry, Attached, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_PARTS,
             MAX_SEGMENTS, MAX_TABLE, PutHeader, PutPartHeader, Table,
         },
+        shorten,
     },
 };
 
@@ -20,108 +21,95 @@ pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
     Err(BrokerError::new(RefusalCode::Invalid, message))
 }
 
+/// Refuses a put unless a condition holds.
+macro_rules! ensure {
+    ($holds:expr, $($message:tt)+) => {
+        if !$holds {
+            return invalid(format!($($message)+));
+        }
+    };
+}
+
 /// User address space is 47 bits: no process can map more.
 const ADDRESSES: u64 = 1 << 47;
 
 /// Checks a put without looking at its descriptors. Returns the backend.
 pub(super) fn check(put: &PutHeader) -> Result<Backend, BrokerError> {
-    check_name(&put.name)?;
+    let PutHeader { name: object, parts, announced, sizes, .. } = put;
+    check_name(object)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
     let Some(backend) = backends.into_iter().find(|backend| backend.as_str() == put.backend) else {
         return invalid(format!("the backend `{}` is unknown: use cuda or host", put.backend));
     };
-    if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
-        return invalid(format!("mode {mode:o} is not allowed: at most 666 (read and write)"));
-    }
-    if put.parts.is_empty() {
-        return invalid(format!("a put of `{}` has no parts", put.name));
-    }
-    let most = put.parts.len().max(put.announced.len());
-    if most > MAX_PARTS {
-        return invalid(format!("{most} parts are too many: the limit per object is {MAX_PARTS}"));
-    }
-    let mut announced = HashSet::new();
-    for name in &put.announced {
+    let mode = put.mode.unwrap_or(0);
+    ensure!(mode & !0o666 == 0, "mode {mode:o} is not allowed: at most 666 (read and write)");
+    ensure!(!parts.is_empty(), "a put of `{object}` has no parts");
+    let most = parts.len().max(announced.len());
+    ensure!(most <= MAX_PARTS, "{most} parts are too many: the limit per object is {MAX_PARTS}");
+    let mut expected = HashSet::new();
+    for name in announced {
         check_component("part", name)?;
-        if !announced.insert(name.as_str()) {
-            return invalid(format!("part `{name}` is announced twice"));
-        }
+        ensure!(expected.insert(name.as_str()), "part `{name}` is announced twice");
     }
     let mut total = 0u64;
     let mut names = HashSet::new();
-    for part in &put.parts {
+    for part in parts {
         let name = &part.name;
         check_component("part", name)?;
-        if !names.insert(name.as_str()) {
-            return invalid(format!("part `{name}` is given twice"));
-        }
-        if !announced.is_empty() && !announced.contains(name.as_str()) {
-            return invalid(format!("part `{name}` is not announced"));
-        }
-        check_memory(part)?;
+        ensure!(names.insert(name.as_str()), "part `{name}` is given twice");
+        ensure!(expected.is_empty() || expected.contains(name.as_str()), "part `{name}` is not announced");
+        check_part(part)?;
         total = total.saturating_add(part.memory.segments);
-        check_count(part)?;
     }
     check_lengths(put)?;
-    if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
-        return invalid("a restored version must have all its parts and no `if_version`");
-    }
-    if put.announced.len() > put.parts.len() && put.group.is_none() {
-        return invalid("the put announces parts of other puts but names no group");
-    }
-    if total > MAX_SEGMENTS as u64 {
-        return invalid(format!("{total} segments are too many: the limit per object is {MAX_SEGMENTS}"));
-    }
-    if put.sizes.is_empty() || put.sizes.len() as u64 > total {
-        return invalid(format!(
-            "the first record of a put with {total} segments has {}: 1 to {total} are allowed",
-            put.sizes.len()
-        ));
-    }
+    let is_whole = announced.len() <= parts.len();
+    ensure!(
+        put.restore.is_none() || is_whole && put.if_version.is_none(),
+        "a restored version must have all its parts and no `if_version`"
+    );
+    ensure!(is_whole || put.group.is_some(), "the put announces parts of other puts but names no group");
+    ensure!(total <= MAX_SEGMENTS as u64, "{total} segments are too many: the limit per object is {MAX_SEGMENTS}");
+    let first = sizes.len();
+    ensure!(
+        (1..=total).contains(&(first as u64)),
+        "the first record of a put with {total} segments has {first}: 1 to {total} are allowed"
+    );
     Ok(backend)
 }
 
-/// Checks the claims about a part's memory.
-fn check_memory(part: &PutPartHeader) -> Result<(), BrokerError> {
-    let PutPartHeader { name, memory, .. } = part;
-    if memory.mechanism != Mechanism::Vmm {
-        return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't hold them"
-        ));
-    }
-    if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
-        return invalid(format!("part `{name}` is shared by vmm but has fields of another mechanism"));
-    }
+/// Checks the claims about a part's memory and arrays.
+fn check_part(part: &PutPartHeader) -> Result<(), BrokerError> {
+    let PutPartHeader { name, memory, arrays, array_count, .. } = part;
+    ensure!(
+        memory.mechanism == Mechanism::Vmm,
+        "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't hold them"
+    );
+    ensure!(
+        memory.pool.is_none() && memory.pointer.is_none() && memory.offset == 0,
+        "part `{name}` is shared by vmm but has fields of another mechanism"
+    );
     let (size, mapped) = (memory.size, memory.mapped_size);
-    if size == 0 || size > mapped || mapped >= ADDRESSES {
-        return invalid(format!(
-            "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: 1 to {ADDRESSES} are allowed, and the data must fit"
-        ));
-    }
+    ensure!(
+        (1..=mapped).contains(&size) && mapped < ADDRESSES,
+        "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: 1 to {ADDRESSES} are allowed, and the data must fit"
+    );
     // The driver maps only multiples of the granularity.
-    if !mapped.is_multiple_of(GRANULARITY) {
-        return invalid(format!(
-            "part `{name}` claims {mapped} bytes of memory, which is not a multiple of the granularity, {GRANULARITY} bytes"
-        ));
-    }
-    if memory.segments == 0 {
-        return invalid(format!("part `{name}` has no segments"));
-    }
+    ensure!(
+        mapped.is_multiple_of(GRANULARITY),
+        "part `{name}` claims {mapped} bytes of memory, which is not a multiple of the granularity, {GRANULARITY} bytes"
+    );
+    ensure!(memory.segments > 0, "part `{name}` has no segments");
+    ensure!(
+        arrays.is_some() == array_count.is_some(),
+        "part `{name}` needs both a table of arrays and their number, or neither"
+    );
+    let count = array_count.unwrap_or(1);
+    ensure!(
+        (1..=MAX_ARRAYS as u64).contains(&count),
+        "part `{name}` claims {count} arrays: 1 to {MAX_ARRAYS} are allowed"
+    );
     Ok(())
-}
-
-/// Checks the claimed number of arrays.
-fn check_count(part: &PutPartHeader) -> Result<(), BrokerError> {
-    let PutPartHeader { name, arrays, array_count, .. } = part;
-    match (arrays, array_count) {
-        (None, None) => Ok(()),
-        (Some(_), Some(count)) if (1..=MAX_ARRAYS as u64).contains(count) => Ok(()),
-        (Some(_), Some(count)) => {
-            invalid(format!("part `{name}` claims {count} arrays: 1 to {MAX_ARRAYS} are allowed"))
-        }
-        _ => invalid(format!("part `{name}` needs both a table of arrays and their number, or neither")),
-    }
 }
 
 /// Checks the claimed lengths of a put's tables.
@@ -133,53 +121,55 @@ fn check_lengths(put: &PutHeader) -> Result<(), BrokerError> {
     let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
     let mut inline = 0;
     for (what, table, max) in metadata.chain(arrays) {
+        let length = table.length();
         let (max, place) = match table {
             Table::Length(_) => (max, "in a memfd"),
             Table::Inline(_) => (MAX_INLINE as u64, "in the record"),
         };
-        let length = table.length();
-        if !(1..=max).contains(&length) {
-            return invalid(format!("{what} has {length} bytes {place}: 1 to {max} are allowed"));
-        }
+        ensure!((1..=max).contains(&length), "{what} has {length} bytes {place}: 1 to {max} are allowed");
         inline += if table.is_attached() { 0 } else { length };
     }
-    match inline <= MAX_INLINE_TOGETHER as u64 {
-        true => Ok(()),
-        false => invalid(format!(
-            "the tables in the record have {inline} bytes in total, and the limit is {MAX_INLINE_TOGETHER}: send some in memfds"
-        )),
-    }
+    let limit = inline_room(put.parts.len(), put.announced.len());
+    ensure!(
+        inline <= limit as u64,
+        "the tables in the record have {inline} bytes in total, and the limit is {limit}: send some in memfds"
+    );
+    Ok(())
+}
+
+/// The most bytes of tables in a put's record. The puts of a group share the limit: a lease of their version is one record.
+pub(super) fn inline_room(parts: usize, announced: usize) -> usize {
+    MAX_INLINE_TOGETHER * parts / announced.max(parts).max(1)
 }
 
 /// Checks the table of a part of `size` bytes.
 pub(super) fn check_arrays(part: &str, size: u64, arrays: &[ArrayEntry]) -> Result<(), BrokerError> {
-    if arrays.len() > MAX_ARRAYS {
-        let got = arrays.len();
-        return invalid(format!("{got} arrays in part `{part}` are too many: the limit is {MAX_ARRAYS}"));
-    }
-    let mut names = HashSet::with_capacity(arrays.len());
-    for entry in arrays {
-        let mut shown = entry.name.clone();
-        crate::wire::shorten(&mut shown, 100);
-        if entry.name.is_empty() || entry.name.len() > 1024 {
-            let length = entry.name.len();
-            return invalid(format!("the name of an array in part `{part}` has {length} bytes: 1 to 1024 are allowed"));
+    let count = arrays.len();
+    ensure!(count <= MAX_ARRAYS, "{count} arrays in part `{part}` are too many: the limit is {MAX_ARRAYS}");
+    let mut names = HashSet::with_capacity(count);
+    for ArrayEntry { name, array, attributes } in arrays {
+        let length = name.len();
+        ensure!(
+            (1..=1024).contains(&length),
+            "the name of an array in part `{part}` has {length} bytes: 1 to 1024 are allowed"
+        );
+        let shown = || {
+            let mut shown = name.clone();
+            shorten(&mut shown, 100);
+            shown
+        };
+        ensure!(names.insert(name.as_str()), "array `{}` occurs twice in part `{part}`", shown());
+        if let Err(error) = array.check(size) {
+            let (shown, why) = (shown(), error.in_full());
+            return invalid(format!("array `{shown}` exceeds part `{part}` of {size} bytes: {why}"));
         }
-        if !names.insert(entry.name.as_str()) {
-            return invalid(format!("array `{shown}` occurs twice in part `{part}`"));
-        }
-        if let Err(error) = entry.array.check(size) {
-            return invalid(format!("array `{shown}` exceeds part `{part}` of {size} bytes: {}", error.in_full()));
-        }
-        if let Some(attributes) = &entry.attributes {
-            let text = attributes.as_str();
-            if text.len() > MAX_ATTRIBUTES || !text.starts_with('{') {
-                return invalid(format!(
-                    "the attributes of array `{shown}` have {} bytes: only JSON objects of at most {MAX_ATTRIBUTES} bytes are allowed",
-                    text.len()
-                ));
-            }
-        }
+        let text = attributes.as_ref().map_or("{}", Attached::as_str);
+        ensure!(
+            text.len() <= MAX_ATTRIBUTES && text.starts_with('{'),
+            "the attributes of array `{}` have {} bytes: only JSON objects of at most {MAX_ATTRIBUTES} bytes are allowed",
+            shown(),
+            text.len()
+        );
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ use nix::{
     },
     unistd::Pid,
 };
-use serde_json::{Value, json};
+use serde_json::json;
 use vmmfd::{
     broker::Client,
     error::RefusalCode,
@@ -220,13 +220,12 @@ mod memory {
     fn requests_that_wait_are_bounded() {
         let served = serve(&[]);
         let server = served.server();
-        // Each member of the list takes a hundred times its length once parsed.
-        let expect = json!({"a": vec![json!({"": 0}); 9000]});
-        let Value::Object(expect) = expect else { panic!() };
-        let mut wait = get("absent");
+        let mut wait = get(&"a".repeat(250));
         wait.wait_ms = Some(600_000);
-        wait.objects[0].expect = Some(expect);
-        let connections: Vec<Raw> = (0..HOSTILE).map(|_| served.greeted().0).collect();
+        // Each part takes ten times its length once parsed.
+        wait.objects[0].parts = Some((0..900).map(|part| (part.to_string(), Vec::new())).collect());
+        wait.objects.resize(64, get(&"b".repeat(250)).objects.remove(0));
+        let connections: Vec<Raw> = (0..4 * HOSTILE).map(|_| served.greeted().0).collect();
         for raw in &connections {
             raw.send(&Message::Get(Box::new(wait.clone())), &[]).unwrap();
         }

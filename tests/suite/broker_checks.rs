@@ -106,13 +106,14 @@ fn long_inline_tables_are_refused() {
     let part = |at| broker::PutPartHeader {
         name: format!("p{at}"),
         arrays: Some(Table::Inline(arrays.clone())),
+        array_count: Some(1),
         ..one.clone()
     };
     put.parts = (0..parts).map(part).collect();
     let (code, message) = scene.put(put.clone(), &memory.fds()).unwrap_err();
     assert_eq!((code, message.contains("in total")), (RefusalCode::Invalid, true), "{message}");
     scene.assert_empty();
-    put.parts[0].arrays = None;
+    (put.parts[0].arrays, put.parts[0].array_count) = (None, None);
     scene.put(put, &memory.fds()).unwrap();
 }
 
@@ -215,39 +216,7 @@ fn tables_count_towards_the_quota() {
 }
 
 #[test]
-fn shared_table_is_read_once() {
-    let subject = Subject::host();
-    let server = Process::start(Setup::of(&subject));
-    let raw = Raw::greeted(&server.path).unwrap();
-    let parts = 40;
-    let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(parts);
-    let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
-    let text = format!("[ {} ]", (0..5000).map(entry).collect::<Vec<_>>().join(", "));
-    let table = memfd(&text);
-    let put = |name: &str, tables: usize| {
-        let mut put = memory.put(name);
-        let one = put.parts[0].clone();
-        put.parts = (0..parts).map(|at| broker::PutPartHeader { name: format!("p{at}"), ..one.clone() }).collect();
-        for (at, part) in put.parts.iter_mut().enumerate() {
-            (part.memory.size, part.memory.mapped_size, part.memory.segments) = (2 * MIB, 2 * MIB, 1);
-            part.arrays = (at < tables).then_some(Table::Length(text.len() as u64));
-        }
-        let fds: Vec<_> = std::iter::repeat_n(table.as_fd(), tables).chain(memory.fds()).collect();
-        let before = server.processor_time();
-        let answer = raw.ask(&Message::Put(Box::new(put)), &fds).unwrap();
-        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-        server.processor_time() - before
-    };
-    put("warm", 1);
-    let one = (0..5).map(|at| put(&format!("one/{at}"), 1)).sum::<u64>() / 5;
-    let many = put("many", parts);
-    assert!(many < 5 * one, "{many} ns for {parts} parts, {one} ns for one");
-    let found = server.client().stat("many", None).unwrap().version;
-    assert!(found.parts.iter().all(|part| part.arrays == 5000));
-}
-
-#[test]
-fn shared_table_fits_the_smallest_part() {
+fn reader_refuses_arrays_outside_their_part() {
     let scene = Scene::new();
     let memory = Material::of(&filled(&scene.subject.driver, 2 * MIB, None, 1)).repeated(3);
     let text = json!([{"name": "a", "array": {"dtype": "uint8", "shape": [3 * MIB]}}]).to_string();
@@ -261,13 +230,17 @@ fn shared_table_fits_the_smallest_part() {
             let mut part = broker::PutPartHeader { name: name.to_owned(), ..one.clone() };
             let size = segments * 2 * MIB;
             (part.memory.size, part.memory.mapped_size, part.memory.segments) = (size, size, segments);
-            part.arrays = Some(Table::Length(text.len() as u64));
+            (part.arrays, part.array_count) = (Some(Table::Length(text.len() as u64)), Some(1));
             part
         })
         .collect();
     let fds: Vec<_> = std::iter::repeat_n(table.as_fd(), 2).chain(memory.fds()).collect();
-    let (code, message) = scene.put(put, &fds).unwrap_err();
-    assert_eq!((code, message.contains("part `small`")), (RefusalCode::Invalid, true), "{message}");
+    // The server does not read the table.
+    scene.put(put, &fds).unwrap();
+    let client = scene.server.client();
+    let (code, message) = refused(client.get(&Get::new("a")));
+    assert_eq!((code, message.contains("part `small`")), (RefusalCode::Differs, true), "{message}");
+    assert_eq!(client.stat("a", None).unwrap().version.reports.len(), 1);
 }
 
 #[test]

@@ -205,11 +205,6 @@ impl Process {
         self.files().iter().filter(|(name, _)| is_memory(name)).map(|(_, count)| count).sum()
     }
 
-    /// Its CPU time in ns.
-    pub(crate) fn processor_time(&self) -> u64 {
-        processor_time(self.child.id())
-    }
-
     /// Its resident memory in KiB.
     pub(crate) fn resident(&self) -> u64 {
         self.status("VmRSS:").strip_suffix(" kB").unwrap().parse().unwrap()

@@ -47,8 +47,9 @@ use crate::{
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Get {
-    /// The name, the version and the parts.
+    /// The name and the version.
     object: GetObject,
+    parts: Option<Vec<String>>,
     range: Option<ByteRange>,
     arrays: Option<Vec<String>>,
     expect: Check,
@@ -62,6 +63,7 @@ impl Get {
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             object: GetObject { name: name.into(), ..GetObject::default() },
+            parts: None,
             range: None,
             arrays: None,
             expect: Check::new(),
@@ -84,9 +86,8 @@ impl Get {
     }
 
     /// Gets only these parts.
-    pub fn parts(mut self, parts: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        self.object.parts = Some(parts.into_iter().map(Into::into).collect());
-        self
+    pub fn parts(self, parts: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        Self { parts: Some(parts.into_iter().map(Into::into).collect()), ..self }
     }
 
     /// Gets only the segments that hold these bytes of a part. The object must have one part, or [`Get::parts`] must name one.
@@ -132,45 +133,41 @@ impl Get {
     /// [`Error::Broker`](crate::error::Error::Broker) with the code `invalid`.
     pub fn check(&self) -> Result<()> {
         check_name(&self.object.name)?;
-        self.object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
+        self.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
         let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
         if self.range.is_some() && self.arrays.is_some() {
             return invalid("a get can request a range or arrays, not both");
         }
-        if self.arrays.as_ref().is_some_and(Vec::is_empty) {
-            return invalid("a get must request at least one array of an object, or omit the list");
+        for (what, names) in [("part", &self.parts), ("array", &self.arrays)] {
+            if names.as_ref().is_some_and(Vec::is_empty) {
+                return invalid(&format!("a get must request at least one {what} of an object, or omit the list"));
+            }
         }
         Ok(())
     }
 
-    /// The only part that the get names.
-    fn only_part(&self) -> Option<&String> {
-        self.object.parts.as_deref().filter(|parts| parts.len() == 1)?.first()
+    /// Whether the get names exactly one part.
+    fn names_one_part(&self) -> bool {
+        self.parts.as_ref().is_some_and(|parts| parts.len() == 1)
     }
 
-    /// The requested bytes, if the get names their part.
-    fn named_range(&self) -> Option<BTreeMap<String, Vec<ByteRange>>> {
-        let (range, part) = self.range.zip(self.only_part())?;
-        Some(BTreeMap::from([(part.clone(), vec![range])]))
+    /// The parts that the get names, with the requested bytes.
+    fn named_parts(&self) -> Option<BTreeMap<String, Vec<ByteRange>>> {
+        let ranges: Vec<ByteRange> = self.range.into_iter().collect();
+        self.parts.as_ref().map(|parts| parts.iter().map(|part| (part.clone(), ranges.clone())).collect())
     }
 
-    /// Whether the get requires the digest of a part that it does not request.
-    fn needs_other_parts(&self) -> bool {
-        let parts = self.object.parts.as_ref();
-        parts.is_some_and(|parts| self.digests.keys().any(|part| !parts.contains(part)))
-    }
-
-    /// Whether the client needs the description to request the memory.
+    /// Whether the client needs the description of all parts to request the memory, or to compare digests.
     fn needs_description(&self) -> bool {
-        self.arrays.is_some() || self.range.is_some() && self.only_part().is_none() || self.needs_other_parts()
+        let is_named = |part: &String| self.parts.as_ref().is_none_or(|parts| parts.contains(part));
+        let needs_part = self.range.is_some() && !self.names_one_part();
+        self.arrays.is_some() || needs_part || !self.digests.keys().all(is_named)
     }
 
     /// The first request. It requests no memory if the client needs the description first.
     fn request(&self) -> GetObject {
-        let mut object = self.object.clone();
-        object.parts.take_if(|_| self.needs_other_parts());
-        object.ranges = if self.needs_description() { Some(BTreeMap::new()) } else { self.named_range() };
-        object
+        let parts = if self.needs_description() { Some(BTreeMap::new()) } else { self.named_parts() };
+        GetObject { parts, ..self.object.clone() }
     }
 
     /// The request for the memory of a described version, if the first one requested none.
@@ -178,22 +175,22 @@ impl Get {
         if !self.needs_description() {
             return Ok(None);
         }
-        let chosen = |part: &&PartHeader| self.object.parts.as_ref().is_none_or(|parts| parts.contains(&part.name));
+        let chosen = |part: &&PartHeader| self.parts.as_ref().is_none_or(|parts| parts.contains(&part.name));
         let chosen: Vec<&PartHeader> = described.parts.iter().filter(chosen).collect();
-        let mut object = GetObject { lease: Some(token), ranges: self.named_range(), ..self.object.clone() };
-        if let Some(names) = &self.arrays {
-            let ranges = ranges_of(&object.name, names, &chosen)?;
-            object.parts = Some(ranges.keys().cloned().collect());
-            object.ranges = Some(ranges);
-        } else if let Some(range) = self.range.filter(|_| object.ranges.is_none()) {
-            let [part] = chosen[..] else {
-                let (name, count) = (&object.name, chosen.len());
-                let message = format!("a range needs exactly one part, but `{name}` has {count}: name the part");
-                return Err(BrokerError::new(RefusalCode::Invalid, message).into());
-            };
-            object.ranges = Some(BTreeMap::from([(part.name.clone(), vec![range])]));
-        }
-        Ok(Some(object))
+        let name = &self.object.name;
+        let parts = match (&self.arrays, self.range) {
+            (Some(arrays), _) => Some(ranges_of(name, arrays, &chosen)?),
+            (None, Some(range)) if !self.names_one_part() => {
+                let [part] = chosen[..] else {
+                    let count = chosen.len();
+                    let message = format!("a range needs exactly one part, but `{name}` has {count}: name the part");
+                    return Err(BrokerError::new(RefusalCode::Invalid, message).into());
+                };
+                Some(BTreeMap::from([(part.name.clone(), vec![range])]))
+            }
+            _ => self.named_parts(),
+        };
+        Ok(Some(GetObject { parts, lease: Some(token), ..self.object.clone() }))
     }
 
     /// Compares a version with the expectations.
@@ -475,7 +472,13 @@ fn receive_leases(
         })?;
         *lease = receive_lease(exchange, answer, false)?;
     }
-    let leases = described.into_iter().zip(leases).map(|((_, of), lease)| Lease::new(connection, of, lease));
+    let leases = gets.iter().zip(described).zip(leases).map(|((get, (_, of)), lease)| {
+        let mut lease = Lease::new(connection, of, lease)?;
+        if let Some(parts) = &get.parts {
+            lease.parts.sort_by_key(|part| parts.iter().position(|name| *name == part.header.name));
+        }
+        Ok(lease)
+    });
     leases.collect::<Result<_>>().map(Ok)
 }
 

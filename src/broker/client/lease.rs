@@ -22,7 +22,7 @@ use crate::{
     memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
     wire::{
         Check, MAX_MESSAGE,
-        broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table, read_arrays},
+        broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table},
         clean, shorten,
     },
 };
@@ -366,8 +366,8 @@ pub(super) fn read_metadata(
 
 /// Parses and checks a part's arrays.
 fn parse_arrays(part: &str, text: &str, size: u64) -> Result<Vec<ArrayEntry>, String> {
-    let arrays =
-        read_arrays(text).map_err(|error| format!("the table of part `{part}` is not an array table: {error}"))?;
+    let arrays: Vec<ArrayEntry> = serde_json::from_str(text)
+        .map_err(|error| format!("the table of part `{part}` is not an array table: {error}"))?;
     request::check_arrays(part, size, &arrays).map_err(|refusal| refusal.message)?;
     Ok(arrays)
 }

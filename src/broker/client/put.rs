@@ -21,8 +21,7 @@ use crate::{
     wire::{
         Check, MAX_FDS, Segments,
         broker::{
-            self, ArrayEntry, Attached, Lifetime, MAX_INLINE, MAX_INLINE_TOGETHER, Message, Published, PutHeader,
-            Restore, Table, Token,
+            self, ArrayEntry, Attached, Lifetime, MAX_INLINE, Message, Published, PutHeader, Restore, Table, Token,
         },
     },
 };
@@ -357,7 +356,8 @@ pub(super) struct Upload<'a> {
 impl<'a> Upload<'a> {
     fn of(put: &'a Put<'_>, metadata: Option<Attached>) -> Result<Self> {
         check(put)?;
-        let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
+        let room = request::inline_room(put.parts.len(), put.header.announced.len());
+        let mut tables = Tables { room, attached: Vec::new() };
         let metadata = metadata.map(|text| tables.add(text)).transpose()?;
         let mut parts = Vec::with_capacity(put.parts.len());
         for PutPart { header: PartHeader { name, description, digest, arrays }, .. } in &put.parts {

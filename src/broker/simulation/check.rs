@@ -15,7 +15,7 @@ use crate::{
         client::PendingRequest,
         objects::NewVersion,
         objects::audit::Audit,
-        root::{Change, State, UnconfirmedKind},
+        root::{Change, State, Unconfirmed},
     },
     wire::broker::{Message, Token},
 };
@@ -111,11 +111,10 @@ impl World {
                         Change::Put(put) => put.makers.contains(id),
                         Change::Delete(of, _) => of == id,
                     };
-                    changes.unconfirmed.iter().any(|change| match &change.kind {
-                        UnconfirmedKind::Put { makers, .. } => makers.contains(id),
-                        UnconfirmedKind::Request(of) => of == id,
+                    changes.unconfirmed.iter().any(|(_, change)| match change {
+                        Unconfirmed::Put { makers, .. } => makers.contains(id),
+                        Unconfirmed::Request(of) => of == id,
                     }) || changes.waiting.values().flatten().any(of_change)
-                        || changes.reserved.iter().any(|put| put.makers.contains(id))
                 }
                 _ => true,
             };

@@ -8,7 +8,7 @@ use crate::{
     driver::GRANULARITY,
     sys::memfd,
     wire::{
-        ByteRange, Hello, Segments, VERSION,
+        Hello, Segments, VERSION,
         broker::{
             BROKER, ClaimHeader, Delete, GetHeader, GetObject, Lifetime, List, Message, PutHeader, Resume,
             ResumedLease, Table, Token, WatchHeader,
@@ -68,8 +68,8 @@ pub(super) struct Pending {
     pub(super) due: std::time::Instant,
     /// Resumes this lease of another user instead.
     pub(super) steals: Option<Token>,
-    /// Selects the first segment of a part of this lease.
-    pub(super) selects: Option<(Token, String)>,
+    /// Gets the memory of this lease.
+    pub(super) selects: Option<Token>,
 }
 
 /// A client's process.
@@ -132,14 +132,12 @@ impl Client {
         let message = match pending.request {
             Request::Put { name, memory, kind } => return self.put(pending.token, name, memory, kind),
             Request::Get { name, .. } if pending.selects.is_some() => {
-                let ranges = |part: &String| BTreeMap::from([(part.clone(), vec![ByteRange { offset: 0, length: 1 }])]);
-                let (lease, ranges) = pending.selects.as_ref().map(|(token, part)| (*token, ranges(part))).unzip();
-                object(GetObject { name: NAMES[name].to_owned(), lease, ranges, ..GetObject::default() })
+                object(GetObject { name: NAMES[name].to_owned(), lease: pending.selects, ..GetObject::default() })
             }
             Request::Get { name, wait, newer } => get(name, wait, newer.then_some(1), None),
             Request::Describe { name } => {
-                let ranges = Some(BTreeMap::new());
-                object(GetObject { name: NAMES[name].to_owned(), ranges, ..GetObject::default() })
+                let parts = Some(BTreeMap::new());
+                object(GetObject { name: NAMES[name].to_owned(), parts, ..GetObject::default() })
             }
             Request::Claim { name, wait } => get(name, wait, None, Some(ClaimHeader::default())),
             Request::Delete { name } => {

@@ -150,10 +150,10 @@ impl Oracle {
         }
     }
 
-    /// The name of a version, as a number, and its first part.
-    pub(super) fn first_part(&self, id: &str) -> Option<(usize, String)> {
-        let (name, _, parts) = self.history.get(id)?;
-        Some((NAMES.iter().position(|known| known == name)?, parts.first()?.0.clone()))
+    /// The name of a version, as a number.
+    pub(super) fn name_of(&self, id: &str) -> Option<usize> {
+        let (name, ..) = self.history.get(id)?;
+        NAMES.iter().position(|known| known == name)
     }
 
     pub(super) fn server_started(&mut self, keeper: u64, whole: bool, is_new: bool) {
@@ -303,10 +303,8 @@ impl Oracle {
                     return Err(format!("a lease of an unknown version of `{}`", NAMES[name]));
                 };
                 let mut want = parts.iter().flat_map(|(_, memory)| memory).flatten().copied().collect::<Vec<_>>();
-                match (&request, &selects) {
-                    (Request::Describe { .. }, _) => want.clear(),
-                    (_, Some(_)) => want.truncate(1),
-                    _ => {}
+                if matches!(request, Request::Describe { .. }) {
+                    want.clear();
                 }
                 let have = memory.iter().flatten().copied().collect::<Vec<_>>();
                 if (known.as_str(), *number) != (NAMES[name], lease.version) || want != have {
@@ -314,15 +312,14 @@ impl Oracle {
                         "memory {have:?} for version {number} of `{known}`, which has memory {want:?}"
                     ));
                 }
-                let selected = selects.map(|(token, _)| token);
-                if selected.is_some_and(|token| token != lease.token) {
-                    return Err("another lease than it selects from".to_owned());
-                }
-                if selected.is_none() && client.has_lease(lease.token) {
-                    return Err("the same lease twice".to_owned());
-                }
-                if selected.is_none() {
-                    client.leases.push(ResumedLease { token: lease.token, id: lease.id.clone(), size: GRANULARITY });
+                match selects {
+                    Some(token) if token != lease.token => return Err("another lease than it selects from".to_owned()),
+                    Some(_) => {}
+                    None if client.has_lease(lease.token) => return Err("the same lease twice".to_owned()),
+                    None => {
+                        let (token, id) = (lease.token, lease.id.clone());
+                        client.leases.push(ResumedLease { token, id, size: GRANULARITY });
+                    }
                 }
             }
             (Message::Claimed(claimed), Request::Claim { .. }) => client.claim = Some(claimed.token),
@@ -399,8 +396,8 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
     let drafts = state.drafts.iter().filter(|(key, _)| key.name == name).flat_map(|(_, puts)| puts);
     let mut drafts = drafts.map(NewVersion::uid);
     match code {
-        RefusalCode::Absent => match &pending.selects {
-            Some((token, _)) => state.objects.holder(*token) != client.connection,
+        RefusalCode::Absent => match pending.selects {
+            Some(token) => state.objects.holder(token) != client.connection,
             None => !exists,
         },
         RefusalCode::Exists => exists || drafts.next().is_some(),

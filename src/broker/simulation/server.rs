@@ -403,7 +403,7 @@ impl World {
     /// Publishes versions before their descriptors are sent.
     fn answer_early(&mut self) {
         let Some(server) = &mut self.server else { return };
-        server.state.changes.unconfirmed.iter_mut().for_each(|change| change.mark = Mark::default());
+        server.state.changes.unconfirmed.iter_mut().for_each(|(mark, _)| *mark = Mark::default());
         self.with(|state, effects| {
             publish::complete_confirmed(state, effects);
         });

@@ -23,7 +23,7 @@ pub(super) enum Step {
     Stop(usize),
     /// A client tries to resume the lease of another user.
     Steal(usize),
-    /// A client selects the first segment of its oldest lease.
+    /// A client gets the memory of its oldest lease.
     Select(usize),
     Connect(usize),
     /// A connection breaks. The client stays.

@@ -244,7 +244,7 @@ impl Pipe {
 
 // Clients.
 impl World {
-    fn ask(&mut self, client: usize, request: Request, steals: Option<Token>, selects: Option<(Token, String)>) {
+    fn ask(&mut self, client: usize, request: Request, steals: Option<Token>, selects: Option<Token>) {
         if self.clients[client].pending.is_some() {
             return;
         }
@@ -367,12 +367,11 @@ impl World {
         }
     }
 
-    /// A client requests the first segment of its oldest lease.
+    /// A client requests the memory of its oldest lease.
     fn select(&mut self, client: usize) {
         let Some(lease) = self.clients[client].leases.first() else { return };
-        let Some((name, part)) = self.oracle.first_part(&lease.id) else { return };
-        let request = Request::Get { name, wait: 0, newer: false };
-        self.ask(client, request, None, Some((lease.token, part)));
+        let Some(name) = self.oracle.name_of(&lease.id) else { return };
+        self.ask(client, Request::Get { name, wait: 0, newer: false }, None, Some(lease.token));
     }
 
     /// A client reads a record, or the end of its connection.

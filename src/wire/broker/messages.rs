@@ -193,10 +193,8 @@ objects! {
         pub version: Option<u64>,
         /// Requests the current version only if it is newer than this one.
         pub newer_than: Option<u64>,
-        /// The parts. `None` requests all.
-        pub parts: Option<Vec<String>>,
-        /// Requests only the segments with these bytes of each named part, and no segments of the other parts. `None` requests all.
-        pub ranges: Option<BTreeMap<String, Vec<ByteRange>>>,
+        /// The parts, and the bytes of each: no range requests the whole part. `None` requests all parts, `{}` only their description.
+        pub parts: Option<BTreeMap<String, Vec<ByteRange>>>,
         /// Selects from the version of this lease, which the connection holds. The answer is the same lease, with these segments.
         pub lease: Option<Token>,
     }

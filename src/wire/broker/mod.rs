@@ -1,6 +1,5 @@
 #![doc = include_str!("../../../docs/broker-protocol.md")]
 
-mod arrays;
 mod listing;
 mod messages;
 mod monitoring;
@@ -10,7 +9,6 @@ mod tests;
 
 use std::collections::BTreeMap;
 
-pub(crate) use self::arrays::read_arrays;
 pub use self::{
     listing::{
         DeviceBytes, HeldClaim, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal,
@@ -220,11 +218,8 @@ impl Message {
             }
             Self::Get(get) => {
                 most("objects in a get", get.objects.len(), MAX_OBJECTS)?;
-                let named = |object: &GetObject| {
-                    let ranges = object.ranges.iter().flat_map(BTreeMap::values).map(|ranges| 1 + ranges.len());
-                    object.parts.as_ref().map_or(0, Vec::len) + ranges.sum::<usize>()
-                };
-                most("parts and ranges in a get", get.objects.iter().map(named).sum(), MAX_NAMED)?;
+                let parts = get.objects.iter().filter_map(|object| object.parts.as_ref()).flat_map(BTreeMap::values);
+                most("parts and ranges in a get", parts.map(|ranges| 1 + ranges.len()).sum(), MAX_NAMED)?;
                 let claim = get.claim.iter().flat_map(|claim| [&claim.part, &claim.group]).flatten();
                 get.objects.iter().map(|object| &object.name).chain(claim).try_for_each(|name| bounded(name))
             }

@@ -2,11 +2,12 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::value::RawValue;
 
 /// The text of one JSON value, parsed only by its reader.
-#[derive(Clone)]
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct Attached(Box<RawValue>);
 
 impl Attached {
@@ -53,15 +54,3 @@ impl PartialEq for Attached {
 }
 
 impl Eq for Attached {}
-
-impl Serialize for Attached {
-    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
-        self.0.serialize(output)
-    }
-}
-
-impl<'de> Deserialize<'de> for Attached {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        Box::<RawValue>::deserialize(input).map(Self)
-    }
-}

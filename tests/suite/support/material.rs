@@ -63,7 +63,7 @@ pub(crate) fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
 
 /// A put of memory as the part `all`, with the sizes of its first record.
 pub(crate) fn put_of_all(name: &str, backend: Backend, memory: Memory, sizes: Vec<u64>) -> broker::PutHeader {
-    let part = broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None };
+    let part = broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, array_count: None, digest: None };
     broker::PutHeader {
         name: name.to_owned(),
         backend: backend.to_string(),

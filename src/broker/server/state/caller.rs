@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use nix::unistd::geteuid;
 
-use super::{objects::Seen, refuse};
+use super::objects::Seen;
 use crate::{
-    error::{BrokerError, RefusalCode},
+    error::BrokerError,
     sys,
     wire::broker::{EventKind, Maker, Owner},
 };
@@ -88,9 +88,10 @@ impl Caller {
             Right::Write => "replace",
         };
         let Owner { uid, gid } = owner;
-        refuse(
-            RefusalCode::Denied,
-            format!("uid {} may not {what} `{name}`: its owner is uid {uid}, group {gid}, mode {mode:04o}", self.uid),
+        refuse!(
+            Denied,
+            "uid {} may not {what} `{name}`: its owner is uid {uid}, group {gid}, mode {mode:04o}",
+            self.uid
         )
     }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use super::{caller::Caller, drafts::DraftKey, objects::NewVersion, waits::PendingGet, watchers::WatchState};
+use super::{caller::Caller, objects::NewVersion, root::DraftKey, waits::PendingGet, watchers::WatchState};
 use crate::{
     error::BrokerError,
     wire::broker::{Token, Who},

@@ -18,29 +18,6 @@ use crate::{driver::Backend, sys::memfd};
 /// the kernel's `Documentation/admin-guide/devices.txt`; `NV_MAJOR_DEVICE_NUMBER` in the driver's `nv-chardev-numbers.h`.
 const NVIDIA_MAJOR: u32 = 195;
 
-/// Why a descriptor is refused.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum InspectError {
-    /// The claimed size is 0.
-    #[error("0 bytes are claimed: memory has at least 1")]
-    Empty,
-
-    /// The host backend can't map it, or its size differs from the claim.
-    #[error("{0}")]
-    Memory(io::Error),
-
-    /// Offered as immutable, but writable.
-    #[error("the memory is offered as immutable but not sealed against writing (F_SEAL_WRITE)")]
-    Writable,
-
-    /// Claimed as GPU memory, but not an NVIDIA device.
-    #[error("the descriptor is {found}, but GPU memory is an NVIDIA character device (major number {NVIDIA_MAJOR})")]
-    NotNvidia {
-        /// For example `a pipe`.
-        found: String,
-    },
-}
-
 /// Descriptors by the cost of closing them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -65,15 +42,20 @@ pub(crate) fn inspect(
     size: u64,
     immutable: bool,
     emulated: bool,
-) -> Result<(), InspectError> {
+) -> Result<(), String> {
     if size == 0 {
-        return Err(InspectError::Empty);
+        return Err("0 bytes are claimed: memory has at least 1".to_owned());
     }
+    let not_nvidia = |found: &str| {
+        Err(format!(
+            "the descriptor is {found}, but GPU memory is an NVIDIA character device (major number {NVIDIA_MAJOR})"
+        ))
+    };
     match (backend, kind(fd)) {
         (Backend::Cuda, Kind::Device) => Ok(()),
         (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size, false),
-        (Backend::Cuda, Kind::Memory) => Err(InspectError::NotNvidia { found: "a memfd".to_owned() }),
-        (Backend::Cuda, Kind::Foreign) => Err(InspectError::NotNvidia { found: describe(fd) }),
+        (Backend::Cuda, Kind::Memory) => not_nvidia("a memfd"),
+        (Backend::Cuda, Kind::Foreign) => not_nvidia(&describe(fd)),
         (Backend::Host, _) => memory(fd, size, immutable),
     }
 }
@@ -96,15 +78,16 @@ pub(crate) fn inspect_and_classify(
     size: u64,
     emulated: bool,
 ) -> (Result<(), String>, bool) {
-    let result = inspect(fd, backend, size, false, emulated).map_err(|error| error.to_string());
-    (result, kind(fd) == Kind::Foreign)
+    (inspect(fd, backend, size, false, emulated), kind(fd) == Kind::Foreign)
 }
 
-fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), InspectError> {
+fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), String> {
     match memfd::inspect(fd, size) {
-        Ok(sealed) if immutable && !sealed => Err(InspectError::Writable),
+        Ok(sealed) if immutable && !sealed => {
+            Err("the memory is offered as immutable but not sealed against writing (F_SEAL_WRITE)".to_owned())
+        }
         Ok(_) => Ok(()),
-        Err((_, error)) => Err(InspectError::Memory(error)),
+        Err((_, error)) => Err(error.to_string()),
     }
 }
 

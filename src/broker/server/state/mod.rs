@@ -4,19 +4,23 @@
 //! |---|---|
 //! | `objects/` | names, versions, leases, events; messages to the keeper |
 //! | `client` | each client's leases and pending request |
-//! | `drafts` | versions that still lack parts |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
-//! | `caller`, `quota`, `bounds`, `room` | users: permissions, limits, memory per request, descriptors |
+//! | `caller`, `quota`, `room` | users: permissions, limits, descriptors |
 //! | `time`, `random` | time of the current request; tokens |
 
 use crate::error::{BrokerError, RefusalCode};
 
-pub(super) mod bounds;
+/// A refusal with a code and the arguments of `format!`.
+macro_rules! refuse {
+    ($code:ident, $($message:tt)+) => {
+        $crate::broker::server::state::refuse($crate::error::RefusalCode::$code, format!($($message)+))
+    };
+}
+
 pub(super) mod caller;
 pub(super) mod claims;
 pub(super) mod client;
-pub(super) mod drafts;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;

@@ -9,7 +9,6 @@ use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
     client::{ClientState, PendingRequest},
-    drafts::Drafts,
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
@@ -44,37 +43,38 @@ pub(crate) struct State {
 /// Changes of names, and what they wait for.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
-    /// Changes that the keeper has not confirmed, oldest first.
-    pub(crate) unconfirmed: VecDeque<Unconfirmed>,
-    /// Changes of names that have an unconfirmed put, oldest first.
+    /// Oldest first. The keeper confirms a change when it has read everything before the mark.
+    pub(crate) unconfirmed: VecDeque<(Mark, Unconfirmed)>,
+    /// Changes of names that have an unconfirmed put, and puts of reserved names, oldest first.
     pub(crate) waiting: HashMap<String, VecDeque<Change>>,
     /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
     pub(crate) reserves_names: bool,
-    /// Puts of reserved names. They continue when the reservation expires.
-    pub(crate) reserved: Vec<NewVersion>,
 }
+
+/// Identifies a draft.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct DraftKey {
+    pub(crate) name: String,
+    pub(crate) group: String,
+}
+
+/// The puts of each version that still lacks parts. The terms of the first one apply, and the order of the parts that it announced.
+pub(crate) type Drafts = HashMap<DraftKey, Vec<NewVersion>>;
 
 #[cfg(test)]
 impl Changes {
     /// Puts that have not begun.
     pub(crate) fn queued_puts(&self) -> impl Iterator<Item = &NewVersion> {
-        let waiting = self.waiting.values().flatten().filter_map(|change| match change {
-            Change::Put(put) => Some(put),
+        self.waiting.values().flatten().filter_map(|change| match change {
+            Change::Put(put) => Some(&**put),
             Change::Delete(..) => None,
-        });
-        waiting.chain(&self.reserved)
+        })
     }
 }
 
-/// A change that the keeper confirms when it has read everything before `mark`.
+/// A change that the keeper has not confirmed.
 #[derive(Debug)]
-pub(crate) struct Unconfirmed {
-    pub(crate) mark: Mark,
-    pub(crate) kind: UnconfirmedKind,
-}
-
-#[derive(Debug)]
-pub(crate) enum UnconfirmedKind {
+pub(crate) enum Unconfirmed {
     /// The version with this key.
     Put { key: u64, name: String, makers: Vec<ConnectionId>, restore: Option<Restore> },
     /// A client's request whose changes are done.
@@ -84,7 +84,7 @@ pub(crate) enum UnconfirmedKind {
 /// A change of a name that has not begun.
 #[derive(Debug)]
 pub(crate) enum Change {
-    Put(NewVersion),
+    Put(Box<NewVersion>),
     Delete(ConnectionId, Delete),
 }
 

@@ -1,9 +1,6 @@
 //! Gets that wait for an object.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    time::Instant,
-};
+use std::{collections::BTreeSet, time::Instant};
 
 use super::caller::ConnectionId;
 use crate::wire::broker::GetHeader;
@@ -16,39 +13,24 @@ pub(crate) struct PendingGet {
     pub(crate) deadline: Option<Instant>,
 }
 
-/// Clients with waiting gets, by object name.
+/// Clients with waiting gets, by object name, in the order in which they connected.
 #[derive(Debug, Default)]
-pub(crate) struct Waits {
-    /// In the order in which the clients connected.
-    names: HashMap<String, BTreeSet<ConnectionId>>,
-    clients: HashMap<ConnectionId, Vec<String>>,
-}
+pub(crate) struct Waits(BTreeSet<(String, ConnectionId)>);
 
 impl Waits {
     pub(crate) fn add(&mut self, id: ConnectionId, get: &GetHeader) {
-        if self.clients.contains_key(&id) {
-            return;
-        }
-        let names: Vec<String> = get.objects.iter().map(|object| object.name.clone()).collect();
-        for name in &names {
-            self.names.entry(name.clone()).or_default().insert(id);
-        }
-        self.clients.insert(id, names);
+        self.0.extend(get.objects.iter().map(|object| (object.name.clone(), id)));
     }
 
-    pub(crate) fn remove(&mut self, id: ConnectionId) {
-        for name in self.clients.remove(&id).unwrap_or_default() {
-            if let Some(ids) = self.names.get_mut(&name) {
-                ids.remove(&id);
-                if ids.is_empty() {
-                    self.names.remove(&name);
-                }
-            }
+    pub(crate) fn remove(&mut self, id: ConnectionId, get: &GetHeader) {
+        for object in &get.objects {
+            self.0.remove(&(object.name.clone(), id));
         }
     }
 
-    /// Clients that wait for a name, in the order in which they connected.
+    /// Clients that wait for a name.
     pub(crate) fn of(&self, name: &str) -> Vec<ConnectionId> {
-        self.names.get(name).map_or_else(Vec::new, |ids| ids.iter().copied().collect())
+        let all = (name.to_owned(), ConnectionId(0))..=(name.to_owned(), ConnectionId(u64::MAX));
+        self.0.range(all).map(|(_, id)| *id).collect()
     }
 }

@@ -1,9 +1,11 @@
-//! Connects, disconnects, deadlines, and completed sends.
+//! Connects, hellos, disconnects, deadlines, and completed sends.
+
+use std::process;
 
 use super::{
     effects::{Effect, Effects},
-    get, lease, parts, publish, put,
-    reply::refuse,
+    get, lease, parts, publish,
+    reply::{refuse, reply},
     watch::page_sent,
 };
 use crate::{
@@ -13,6 +15,10 @@ use crate::{
         root::State,
     },
     error::{BrokerError, ErrorCode, RefusalCode},
+    wire::{
+        Hello, VERSION,
+        broker::{BROKER, Message, NO_BACKEND},
+    },
 };
 
 /// Adds a client, which must send a hello.
@@ -24,17 +30,43 @@ pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller
     effects.push(Effect::Listen(id));
 }
 
+/// Answers a hello, or disconnects a client with an incompatible protocol.
+pub(crate) fn hello(state: &mut State, effects: &mut Effects, id: ConnectionId, hello: &Hello) {
+    if !hello.capabilities.iter().any(|named| named == BROKER) {
+        let message = "this is a broker, and the hello lacks the capability `broker`".to_owned();
+        let why = "its hello is not for a broker";
+        return effects.push(Effect::End { client: id, code: ErrorCode::Object, message, why });
+    }
+    if hello.version < VERSION {
+        let message =
+            format!("the hello is for protocol version {}, but this broker speaks version {VERSION}", hello.version);
+        let why = "it speaks another protocol version";
+        return effects.push(Effect::End { client: id, code: ErrorCode::Version, message, why });
+    }
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    client.greeted = true;
+    let timeout_ms = u64::try_from(state.timeout.as_millis()).unwrap_or(u64::MAX).max(1);
+    let answer = Hello {
+        version: VERSION,
+        capabilities: vec![BROKER.to_owned()],
+        backend: NO_BACKEND.to_owned(),
+        pid: process::id(),
+        timeout_ms,
+    };
+    reply(state, effects, id, &Message::Hello(answer));
+}
+
 /// Removes a client: ends its leases and claims, and drops its unfinished put.
 pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.remove(&id) else { return };
     let uid = client.caller.uid;
     state.watchers.remove(id);
-    state.waits.remove(id);
     if let Some(request_info) = &client.request_info {
         state.objects.users().remove_request(uid, request_info.bytes);
     }
     match client.request {
-        PendingRequest::Upload { version, .. } => put::end_upload(state, effects, *version),
+        PendingRequest::Upload { version, .. } => publish::discard(state, effects, *version),
+        PendingRequest::Object(waiting) => state.waits.remove(id, &waiting.get),
         PendingRequest::Parts(key) => parts::withdraw(state, effects, id, &key),
         PendingRequest::Confirmation => publish::withdraw(state, effects, id),
         _ => {}
@@ -44,7 +76,6 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     get::end_claims(state, effects, id);
 }
 
-/// Handles a client's deadline.
 pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get(&id) else { return };
     let code = ErrorCode::Timeout;

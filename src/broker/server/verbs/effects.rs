@@ -11,7 +11,6 @@ use crate::{
 /// The user that descriptors are charged to. All users that may not connect share `None`.
 pub(crate) type Origin = Option<u32>;
 
-/// An instruction for the event loop.
 pub(crate) enum Effect {
     /// Sends records: the first now, each further one after the client has acknowledged its predecessor.
     Send {
@@ -46,7 +45,6 @@ pub(crate) enum Effect {
         of: Origin,
         fds: Vec<OwnedFd>,
     },
-    /// Counts an answered request.
     Count {
         verb: &'static str,
         outcome: String,

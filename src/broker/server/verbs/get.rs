@@ -13,7 +13,7 @@ use crate::{
             caller::ConnectionId,
             claims::Claims,
             client::PendingRequest,
-            objects::{LeaseParts, Objects, Selection},
+            objects::{Objects, Selection},
             root::State,
             waits::PendingGet,
         },
@@ -25,7 +25,6 @@ use crate::{
     },
 };
 
-/// Starts a get.
 pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: GetHeader) {
     match check(&get) {
         Ok(()) => try_get(state, effects, id, PendingGet { get, deadline: None }),
@@ -44,16 +43,10 @@ fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: 
                 let name = object.name.clone();
                 return absent(state, effects, id, waiting, &name);
             }
-            Err(refusal) => return refuse_get(state, effects, id, refusal),
+            Err(refusal) => return refuse(state, effects, id, refusal),
         }
     }
     send_leases(state, effects, id, &selections);
-}
-
-/// Refuses a get that may have waited.
-fn refuse_get(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
-    state.waits.remove(id);
-    refuse(state, effects, id, refusal);
 }
 
 /// Handles a missing object: grants the claim, waits, or refuses.
@@ -63,11 +56,8 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
         let allowed = state.objects.check_claim(&client.caller, name);
         match allowed.and_then(|()| state.claims.grant(name, &client.caller, claim, state.objects.now.ms)) {
             Ok(None) => {}
-            Ok(Some(token)) => {
-                state.waits.remove(id);
-                return reply(state, effects, id, &Message::Claimed(Claimed { token }));
-            }
-            Err(refusal) => return refuse_get(state, effects, id, refusal),
+            Ok(Some(token)) => return reply(state, effects, id, &Message::Claimed(Claimed { token })),
+            Err(refusal) => return refuse(state, effects, id, refusal),
         }
     }
     let Some(wait) = waiting.get.wait_ms else {
@@ -97,6 +87,7 @@ fn why_absent(claims: &Claims, waiting: &PendingGet, name: &str) -> String {
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { return };
+    state.waits.remove(id, &waiting.get);
     let objects = &waiting.get.objects;
     let missing =
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
@@ -106,7 +97,7 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
         RefusalCode::Timeout => why,
         _ => format!("{why}: the wait was stopped"),
     };
-    refuse_get(state, effects, id, BrokerError::new(code, message));
+    refuse(state, effects, id, BrokerError::new(code, message));
 }
 
 /// Handles a new version: releases claims on the name, and answers waiting gets.
@@ -120,19 +111,18 @@ fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     for id in state.waits.of(name) {
         let Some(client) = state.clients.get_mut(&id) else { continue };
         let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { continue };
+        state.waits.remove(id, &waiting.get);
         try_get(state, effects, id, *waiting);
         effects.push(Effect::Listen(id));
     }
 }
 
-/// Releases a client's claim.
 pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
     if let Some(name) = state.claims.end(id, token) {
         wake(state, effects, &name);
     }
 }
 
-/// Releases all claims of a disconnected client.
 pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     for name in state.claims.release_connection(id) {
         wake(state, effects, &name);
@@ -141,7 +131,6 @@ pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: Connectio
 
 /// Leases all selections, or none, and sends the leases.
 fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
-    state.waits.remove(id);
     let Some(caller) = state.caller(id).cloned() else { return };
     let (mut tokens, mut granted) = (Vec::with_capacity(selections.len()), Vec::new());
     let mut records = Vec::with_capacity(selections.len());
@@ -170,7 +159,7 @@ fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selec
 
 fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
     let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
-    let LeaseParts { mut header, tables, segments } = objects.describe_lease(token, selection).ok_or_else(gone)?;
+    let (mut header, tables, segments) = objects.describe_lease(token, selection).ok_or_else(gone)?;
     let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - tables.len()));
     header.sizes = first.iter().map(|(_, size)| *size).collect();
     let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();
@@ -194,12 +183,7 @@ fn check(get: &GetHeader) -> Result<(), BrokerError> {
     if get.objects.is_empty() {
         return invalid("a get must name at least one object");
     }
-    for object in &get.objects {
-        check_name(&object.name)?;
-        if object.parts.as_ref().is_some_and(Vec::is_empty) {
-            return invalid("a get must request at least one part of an object, or omit the list");
-        }
-    }
+    get.objects.iter().try_for_each(|object| check_name(&object.name))?;
     if let Some(ClaimHeader { part, group }) = &get.claim {
         if get.objects.len() > 1 {
             return invalid("a claim requires exactly one object");

@@ -1,10 +1,15 @@
-//! Messages without an answer: release, report, stop.
+//! Leases: release, report, resume, recall; stopped waits.
 
-use super::{effects::Effects, get, parts, reply::refuse};
+use super::{
+    effects::Effects,
+    get, parts,
+    publish::answer_when_confirmed,
+    reply::{refuse, reply},
+};
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State},
+    broker::server::state::{caller::ConnectionId, client::PendingRequest, objects::Resumption, root::State},
     error::{BrokerError, RefusalCode},
-    wire::broker::{ReportHeader, Token},
+    wire::broker::{Message, Recall, ReportHeader, Resume, Resumed, ResumedLease, Token},
 };
 
 /// Ends a lease or a claim.
@@ -43,4 +48,36 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
         PendingRequest::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was stopped")),
         _ => {}
     }
+}
+
+/// Moves leases and names from the client's previous connection to this one.
+pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId, resume: Resume) {
+    let Some(caller) = state.caller(id).cloned() else { return };
+    // A lease whose segments are still being sent is not resumable.
+    let is_sending = |lease: &ResumedLease| {
+        let holder = state.objects.holder(lease.token).and_then(|holder| state.clients.get(&holder));
+        holder.is_some_and(|holder| holder.is_sending(lease.token))
+    };
+    let (sending, leases): (Vec<_>, Vec<_>) = resume.leases.into_iter().partition(is_sending);
+    let resume = Resume { leases, puts: resume.puts };
+    let Resumption { leases, names, before, mut lost } = state.objects.resume(&caller, &resume);
+    lost.extend(sending.iter().map(|lease| lease.token));
+    for (other, token) in before {
+        if let Some(other) = state.clients.get_mut(&other) {
+            other.leases.remove(&token);
+        }
+    }
+    if let Some(client) = state.clients.get_mut(&id) {
+        client.leases.extend(leases);
+        client.names.extend(names);
+    }
+    let instance = state.objects.events().instance().to_owned();
+    reply(state, effects, id, &Message::Resumed(Resumed { instance, lost }));
+}
+
+/// Asks the holders of versions to release their leases.
+pub(crate) fn recall(state: &mut State, effects: &mut Effects, id: ConnectionId, recall: &Recall) {
+    let Some(client) = state.clients.get(&id) else { return };
+    let recalled = state.objects.recall(&client.caller, &recall.ids);
+    answer_when_confirmed(state, effects, id, recalled);
 }

@@ -23,7 +23,6 @@ pub(crate) fn list(state: &mut State, effects: &mut Effects, id: ConnectionId, l
     reply(state, effects, id, &Message::Objects(page));
 }
 
-/// Answers with the details of a version.
 pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, stat: &Stat) {
     let Some(client) = state.clients.get(&id) else { return };
     let found = check_name(&stat.name).and_then(|()| state.objects.stat(&client.caller, stat));

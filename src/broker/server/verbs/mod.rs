@@ -3,18 +3,17 @@
 //! | File | Purpose |
 //! |---|---|
 //! | `dispatch` | selects the function for a message |
-//! | `connection` | connects, disconnects, deadlines, completed sends |
-//! | `hello`, `put`, `get`, `list`, `delete`, `watch`, `resume`, `lease`, `metrics` | the verbs |
-//! | `parts`, `publish` | drafts of several puts, and the published version |
+//! | `connection` | connects, hellos, disconnects, deadlines, completed sends |
+//! | `put`, `parts` | checks of puts, and drafts of several puts |
+//! | `publish` | published versions and deletions, once the keeper has them |
+//! | `get`, `lease`, `list`, `watch`, `metrics` | the other verbs |
 //! | `reply` | answers and refusals |
 //! | `effects` | instructions for the event loop |
 
 pub(super) mod connection;
-mod delete;
 pub(super) mod dispatch;
 pub(super) mod effects;
 mod get;
-mod hello;
 mod lease;
 pub(super) mod list;
 mod metrics;
@@ -22,7 +21,6 @@ mod parts;
 pub(super) mod publish;
 mod put;
 mod reply;
-mod resume;
 #[cfg(test)]
 mod tests;
 

@@ -2,34 +2,38 @@
 
 use std::time::Duration;
 
-use super::{effects::Effects, publish::change, reply::refuse};
+use super::{
+    effects::Effects,
+    publish::{change, discard},
+    reply::refuse,
+};
 use crate::{
     broker::server::state::{
         caller::ConnectionId,
         client::PendingRequest,
-        drafts::{self, DraftKey},
         objects::NewVersion,
-        root::{Change, State},
+        root::{Change, DraftKey, State},
     },
     error::{BrokerError, RefusalCode},
+    wire::broker::MAX_SEGMENTS,
 };
 
 /// Adds a put to its group's draft. Publishes the version once it is complete.
-pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, put: NewVersion, wait: Duration) {
+pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, put: NewVersion) {
     let (uid, bytes) = (put.uid(), put.bytes());
+    let wait = Duration::from_millis(put.header.wait_ms.unwrap_or(0));
     let group = put.header.group.clone().unwrap_or_default();
     let key = DraftKey { name: put.header.name.clone(), group };
-    let checked = drafts::check(&key, state.drafts.get(&key).map_or(&[], Vec::as_slice), &put);
+    let checked = check(&key, state.drafts.get(&key).map_or(&[], Vec::as_slice), &put);
     // Other puts may have arrived during the upload.
     if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, bytes)) {
-        effects.close_fds(Some(uid), put.into_fds());
+        discard(state, effects, put);
         return refuse(state, effects, id, refusal);
     }
     state.objects.users().add_waiting(uid, bytes);
-    state.objects.users().reserve(uid, put.descriptors());
     let puts = state.drafts.entry(key.clone()).or_default();
     puts.push(put);
-    let is_complete = drafts::missing(puts).is_empty();
+    let is_complete = missing(puts).is_empty();
     state.set_request(id, PendingRequest::Parts(key.clone()));
     if is_complete {
         complete(state, effects, &key);
@@ -38,10 +42,9 @@ pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, p
     }
 }
 
-/// Publishes a complete draft.
 fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     let puts = state.drafts.remove(key).unwrap_or_default();
-    puts.iter().for_each(|put| end_usage(state, put));
+    puts.iter().for_each(|put| state.objects.users().remove_waiting(put.uid(), put.bytes()));
     let Some(mut version) = puts.into_iter().reduce(|mut first, put| {
         first.join(put);
         first
@@ -50,13 +53,7 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     };
     let announced = &version.header.announced;
     version.parts.sort_by_key(|part| announced.iter().position(|name| *name == part.record.header.name));
-    change(state, effects, Change::Put(version));
-}
-
-/// Removes a put from the user's draft usage.
-fn end_usage(state: &mut State, put: &NewVersion) {
-    state.objects.users().remove_waiting(put.uid(), put.bytes());
-    state.objects.users().end_reservation(put.uid(), put.descriptors());
+    change(state, effects, Change::Put(Box::new(version)));
 }
 
 /// Removes a client's put from a draft.
@@ -67,15 +64,65 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
         state.drafts.remove(key);
     }
     for put in gone {
-        end_usage(state, &put);
-        effects.close_fds(Some(put.uid()), put.into_fds());
+        state.objects.users().remove_waiting(put.uid(), put.bytes());
+        discard(state, effects, put);
     }
 }
 
 /// Ends a client's wait for the other parts.
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
-    let missing = state.drafts.get(key).map_or_else(String::new, |puts| drafts::missing(puts).join(", "));
+    let missing = state.drafts.get(key).map_or_else(String::new, |puts| missing(puts).join(", "));
     withdraw(state, effects, id, key);
     let message = format!("`{}` is not published: the parts {missing} are missing", key.name);
     refuse(state, effects, id, BrokerError::new(code, message));
+}
+
+fn has(puts: &[NewVersion], part: &str) -> bool {
+    puts.iter().flat_map(|put| &put.parts).any(|known| known.record.header.name == part)
+}
+
+/// The missing parts, in alphabetical order.
+fn missing(puts: &[NewVersion]) -> Vec<&str> {
+    let announced = puts.first().map_or(&[][..], |put| &put.header.announced);
+    let mut missing: Vec<&str> = announced.iter().map(String::as_str).filter(|part| !has(puts, part)).collect();
+    missing.sort_unstable();
+    missing
+}
+
+/// Checks that a put belongs to a draft with these puts.
+fn check(key: &DraftKey, puts: &[NewVersion], put: &NewVersion) -> Result<(), BrokerError> {
+    let refused = |code, message: String| Err(BrokerError::new(code, message));
+    let invalid = |message| refused(RefusalCode::Invalid, message);
+    let DraftKey { name, group } = key;
+    let Some(first) = puts.first() else { return Ok(()) };
+    let (uid, other) = (put.uid(), first.uid());
+    if uid != other {
+        let message = format!("uid {other} is assembling this version of `{name}`, so uid {uid} can't add parts to it");
+        return refused(RefusalCode::Denied, message);
+    }
+    if !same(&first.header.announced, &put.header.announced) {
+        return invalid(format!("other puts of group `{group}` announced different parts"));
+    }
+    let replaced = |put: &NewVersion| (put.header.replace, put.header.if_version);
+    if replaced(first) != replaced(put) {
+        return invalid(format!("other puts of group `{group}` replace a different version"));
+    }
+    if first.backend != put.backend {
+        return invalid(format!("other puts of group `{group}` have memory of a different backend"));
+    }
+    if puts.iter().chain([put]).map(NewVersion::all_segments).sum::<usize>() > MAX_SEGMENTS {
+        return invalid(format!("the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object"));
+    }
+    if put.header.metadata.is_some() && puts.iter().any(|put| put.header.metadata.is_some()) {
+        return invalid(format!("another put of group `{group}` already has metadata"));
+    }
+    match put.parts.iter().map(|part| &part.record.header.name).find(|part| has(puts, part)) {
+        Some(part) => refused(RefusalCode::Exists, format!("part `{part}` has already been put")),
+        None => Ok(()),
+    }
+}
+
+/// Whether two lists without duplicates name the same parts, in any order.
+fn same(some: &[String], others: &[String]) -> bool {
+    some.len() == others.len() && some.iter().all(|name| others.contains(name))
 }

@@ -3,21 +3,28 @@
 use super::{
     effects::{Effect, Effects},
     get::published,
-    reply::answer,
+    reply::{answer, refuse},
 };
 use crate::{
     broker::{
+        name::check_name,
         server::state::{
-            caller::ConnectionId,
+            caller::{Caller, ConnectionId},
             client::PendingRequest,
-            objects::{NewPart, NewVersion},
-            root::{Change, State, Unconfirmed, UnconfirmedKind},
+            objects::NewVersion,
+            root::{Change, State, Unconfirmed},
         },
-        table::sealed,
     },
-    error::{BrokerError, RefusalCode},
-    wire::broker::{Done, MAX_INLINE_TOGETHER, Message, Published, Restore, Resume, Table, Token},
+    error::BrokerError,
+    wire::broker::{Delete, Done, Message, Published, Restore, Resume, Token},
 };
+
+pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: Delete) {
+    match check_name(&delete.name) {
+        Ok(()) => change(state, effects, Change::Delete(id, delete)),
+        Err(refusal) => refuse(state, effects, id, refusal),
+    }
+}
 
 /// Begins a change of a name. If a put of the name is unconfirmed, the change waits for it.
 pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
@@ -27,14 +34,10 @@ pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
     };
     makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
     if state.objects.is_unconfirmed(name) {
-        let name = name.clone();
-        if let Change::Put(put) = &change {
-            state.objects.users().reserve(put.uid(), put.descriptors());
-        }
-        return state.changes.waiting.entry(name).or_default().push_back(change);
+        return state.changes.waiting.entry(name.clone()).or_default().push_back(change);
     }
     match change {
-        Change::Put(put) => begin_put(state, effects, put),
+        Change::Put(put) => begin_put(state, effects, *put),
         Change::Delete(id, delete) => {
             let Some(client) = state.clients.get(&id) else { return };
             let deleted = state.objects.delete(&client.caller, &delete.name, delete.request);
@@ -49,28 +52,22 @@ fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
     // The name's former owner may still restore it, and the broker no longer knows the owner.
     let is_new = restore.is_none() && state.objects.current_key(&name).is_none();
     if state.changes.reserves_names && is_new {
-        state.objects.users().reserve(put.uid(), put.descriptors());
-        return state.changes.reserved.push(put);
+        return state.changes.waiting.entry(name).or_default().push_back(Change::Put(Box::new(put)));
     }
     let makers = std::mem::take(&mut put.makers);
     let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
-        return effects.close_fds(None, put.into_fds());
+        return discard(state, effects, put);
     };
     // The first attempt of this request may have been completed meanwhile.
-    let published_before = |request: &Token| state.objects.published_before(&caller, &name, *request).transpose();
-    if let Some(published) = put.requests.iter().find_map(published_before) {
-        // If the name's lifetime depends on its maker, it now depends on this connection.
-        let resume = Resume { leases: Vec::new(), puts: put.requests.clone() };
-        let names = state.objects.resume(&caller, &resume).names;
-        state.clients.entry(caller.connection).and_modify(|client| client.names.extend(names));
-        effects.close_fds(Some(caller.uid), put.into_fds());
+    if let Some(published) = published_before(state, &caller, &name, &put.requests) {
+        discard(state, effects, put);
         return reply_to_makers(state, effects, &makers, &published);
     }
-    match fit(&mut put).and_then(|()| state.objects.stage(&caller, put)) {
+    state.objects.users().end_reservation(put.uid(), put.descriptors());
+    match state.objects.stage(&caller, put) {
         Ok(key) => {
             let mark = state.objects.store().mark();
-            let kind = UnconfirmedKind::Put { key, name, makers, restore };
-            state.changes.unconfirmed.push_back(Unconfirmed { mark, kind });
+            state.changes.unconfirmed.push_back((mark, Unconfirmed::Put { key, name, makers, restore }));
             effects.push(Effect::Store);
         }
         Err(refusal) => {
@@ -94,7 +91,7 @@ pub(crate) fn answer_when_confirmed(
     }
     state.set_request(id, PendingRequest::Confirmation);
     let mark = state.objects.store().mark();
-    state.changes.unconfirmed.push_back(Unconfirmed { mark, kind: UnconfirmedKind::Request(id) });
+    state.changes.unconfirmed.push_back((mark, Unconfirmed::Request(id)));
     effects.push(Effect::Store);
 }
 
@@ -103,17 +100,17 @@ pub(crate) fn complete_confirmed(state: &mut State, effects: &mut Effects) -> bo
     let mut any = false;
     let is_confirmed = |state: &State| {
         let first = state.changes.unconfirmed.front();
-        first.is_some_and(|change| state.objects.store().is_confirmed(change.mark))
+        first.is_some_and(|(mark, _)| state.objects.store().is_confirmed(*mark))
     };
     while is_confirmed(state) {
-        let Some(Unconfirmed { kind, .. }) = state.changes.unconfirmed.pop_front() else { break };
+        let Some((_, change)) = state.changes.unconfirmed.pop_front() else { break };
         any = true;
-        match kind {
-            UnconfirmedKind::Request(id) => {
+        match change {
+            Unconfirmed::Request(id) => {
                 answer(state, effects, id, Ok(Message::Done(Done {})));
                 effects.push(Effect::Listen(id));
             }
-            UnconfirmedKind::Put { key, name, makers, restore } => {
+            Unconfirmed::Put { key, name, makers, restore } => {
                 publish(state, effects, key, &name, &makers, restore.as_ref());
                 continue_changes(state, effects, name);
             }
@@ -128,13 +125,10 @@ fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
     while !state.objects.is_unconfirmed(&name)
         && let Some(next) = waiting.pop_front()
     {
-        if let Change::Put(put) = &next {
-            state.objects.users().end_reservation(put.uid(), put.descriptors());
-        }
         change(state, effects, next);
     }
     if !waiting.is_empty() {
-        state.changes.waiting.insert(name, waiting);
+        state.changes.waiting.entry(name).or_default().extend(waiting);
     }
 }
 
@@ -147,25 +141,25 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
     for changes in state.changes.waiting.values_mut() {
         for change in std::mem::take(changes) {
             match change {
-                Change::Put(put) if is_abandoned(&put) => abandoned.push(put),
+                Change::Put(put) if is_abandoned(&put) => abandoned.push(*put),
                 change => changes.push_back(change),
             }
         }
     }
-    abandoned.extend(state.changes.reserved.extract_if(.., |put| is_abandoned(put)));
-    for put in abandoned {
-        state.objects.users().end_reservation(put.uid(), put.descriptors());
-        effects.close_fds(Some(put.uid()), put.into_fds());
-    }
+    abandoned.into_iter().for_each(|put| discard(state, effects, put));
+}
+
+/// Gives up a put that has not begun.
+pub(crate) fn discard(state: &mut State, effects: &mut Effects, put: NewVersion) {
+    state.objects.users().end_reservation(put.uid(), put.descriptors());
+    effects.close_fds(Some(put.uid()), put.into_fds());
 }
 
 /// Stops reserving names for clients that restore lost objects, and continues the waiting puts.
 pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
     state.changes.reserves_names = false;
-    for put in std::mem::take(&mut state.changes.reserved) {
-        state.objects.users().end_reservation(put.uid(), put.descriptors());
-        change(state, effects, Change::Put(put));
-    }
+    let names: Vec<String> = state.changes.waiting.keys().cloned().collect();
+    names.into_iter().for_each(|name| continue_changes(state, effects, name));
 }
 
 fn publish(
@@ -193,6 +187,25 @@ fn publish(
     published(state, effects, name);
 }
 
+/// The version that an earlier attempt of these requests has published: a client repeats a put if it did not receive the answer.
+pub(crate) fn published_before(
+    state: &mut State,
+    caller: &Caller,
+    name: &str,
+    requests: &[Token],
+) -> Option<Result<Published, BrokerError>> {
+    let find = |request: &Token| state.objects.published_before(caller, name, *request).transpose();
+    let published = requests.iter().find_map(find)?;
+    // If the name's lifetime depends on its maker, it now depends on this connection.
+    if published.is_ok()
+        && let Some(client) = state.clients.get_mut(&caller.connection)
+    {
+        let resume = Resume { leases: Vec::new(), puts: requests.to_vec() };
+        client.names.extend(state.objects.resume(caller, &resume).names);
+    }
+    Some(published)
+}
+
 /// Gives a client its leases of a version that another client has already restored, if it may restore the version itself.
 pub(crate) fn restored_version(
     state: &mut State,
@@ -216,28 +229,4 @@ fn reply_to_makers(
         answer(state, effects, *id, result.clone().map(Message::Published));
         effects.push(Effect::Listen(*id));
     }
-}
-
-/// Moves tables into memfds until the remaining ones fit one record.
-fn fit(put: &mut NewVersion) -> Result<(), BrokerError> {
-    let mut room = MAX_INLINE_TOGETHER as u64;
-    let mut moved = |table: Option<&mut Table>| {
-        let Some(table) = table else { return Ok(None) };
-        let Table::Inline(text) = &*table else { return Ok(None) };
-        if let Some(left) = room.checked_sub(table.length()) {
-            room = left;
-            return Ok(None);
-        }
-        let fd = sealed(text.as_str())?;
-        *table = Table::Length(table.length());
-        Ok(Some(fd))
-    };
-    let failed = |error: std::io::Error| {
-        BrokerError::new(RefusalCode::Full, format!("the broker can't create a memfd for a table: {error}"))
-    };
-    put.metadata = moved(put.header.metadata.as_mut()).map_err(failed)?.or(put.metadata.take());
-    for NewPart { record, fds } in &mut put.parts {
-        fds.splice(0..0, moved(record.header.arrays.as_mut()).map_err(failed)?);
-    }
-    Ok(())
 }

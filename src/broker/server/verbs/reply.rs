@@ -61,7 +61,6 @@ pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId,
     reply(state, effects, id, &Message::Refused(Refusal { code, message }));
 }
 
-/// Answers or refuses a request.
 pub(crate) fn answer(state: &mut State, effects: &mut Effects, id: ConnectionId, result: Result<Message, BrokerError>) {
     match result {
         Ok(message) => reply(state, effects, id, &message),
@@ -69,7 +68,6 @@ pub(crate) fn answer(state: &mut State, effects: &mut Effects, id: ConnectionId,
     }
 }
 
-/// Marks a client's request as answered.
 pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if matches!(std::mem::take(&mut client.request), PendingRequest::Watch(_)) {
@@ -80,7 +78,6 @@ pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: Connecti
     }
 }
 
-/// Counts an answered request.
 pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if let Some(RequestInfo { verb, since, bytes }) = client.request_info.take() {

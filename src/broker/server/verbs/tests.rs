@@ -432,7 +432,7 @@ fn get_of_lease_selects_its_memory() {
     let mut test = Fixture::new();
     let (maker, reader) = (test.client(), test.client());
     test.put(maker, "a", "");
-    let (token, _) = select(&mut test, reader, serde_json::json!({"name": "a", "ranges": {}})).lease(reader);
+    let (token, _) = select(&mut test, reader, serde_json::json!({"name": "a", "parts": {}})).lease(reader);
     test.put(maker, "a", r#", "replace": true"#);
     let of = |more: serde_json::Value| {
         let mut object = serde_json::json!({"name": "a", "lease": token});
@@ -440,15 +440,15 @@ fn get_of_lease_selects_its_memory() {
         object
     };
     // From the leased version, which is no longer current.
-    let seen = select(&mut test, reader, of(serde_json::json!({"ranges": {"all": [{"offset": 0, "length": 1}]}})));
+    let seen = select(&mut test, reader, of(serde_json::json!({"parts": {"all": [{"offset": 0, "length": 1}]}})));
     let Message::Lease(lease) = seen.message(reader) else { panic!() };
     assert_eq!((lease.token, lease.version, lease.sizes.len()), (token, 1, 1));
     assert_eq!(test.leases(), 1);
     for (more, code) in [
-        (serde_json::json!({"ranges": {"all": [{"offset": GRANULARITY, "length": 1}]}}), RefusalCode::Differs),
-        (serde_json::json!({"ranges": {"all": [{"offset": 1, "length": u64::MAX}]}}), RefusalCode::Differs),
-        (serde_json::json!({"ranges": {"all": [{"offset": 1, "length": 0}]}}), RefusalCode::Differs),
-        (serde_json::json!({"ranges": {"y": []}}), RefusalCode::Lacks),
+        (serde_json::json!({"parts": {"all": [{"offset": GRANULARITY, "length": 1}]}}), RefusalCode::Differs),
+        (serde_json::json!({"parts": {"all": [{"offset": 1, "length": u64::MAX}]}}), RefusalCode::Differs),
+        (serde_json::json!({"parts": {"all": [{"offset": 1, "length": 0}]}}), RefusalCode::Differs),
+        (serde_json::json!({"parts": {"y": []}}), RefusalCode::Lacks),
         (serde_json::json!({"name": "b"}), RefusalCode::Absent),
         (serde_json::json!({"lease": Token([1; 16])}), RefusalCode::Absent),
     ] {

@@ -55,14 +55,14 @@ pub(crate) struct Events {
     identity: Identity,
     events: VecDeque<Seen>,
     last: u64,
-    /// Puts of versions that are gone, by key, and by request.
+    /// Puts of versions that are gone, by key.
     completed: BTreeMap<u64, Completed>,
-    completions: HashMap<Token, u64>,
-    /// Deleted names by the keys of their entries; the keys of each owner, oldest first; and by request. Clients may still hold versions
-    /// of these names.
+    /// Deleted names by the keys of their entries, and the keys of each owner, oldest first. Clients may still hold versions of these
+    /// names.
     deleted: BTreeMap<u64, Deleted>,
     deleted_by: HashMap<u32, VecDeque<u64>>,
-    deletions: HashMap<Token, u64>,
+    /// The keys of both by request.
+    requests: HashMap<Token, u64>,
 }
 
 impl Events {
@@ -80,10 +80,9 @@ impl Events {
             events: VecDeque::new(),
             last,
             completed: BTreeMap::new(),
-            completions: HashMap::new(),
             deleted: BTreeMap::new(),
             deleted_by: HashMap::new(),
-            deletions: HashMap::new(),
+            requests: HashMap::new(),
         }
     }
 
@@ -123,40 +122,36 @@ impl Events {
 
     /// Remembers the put of a version that is gone. Returns the key of an entry that is no longer needed.
     pub(super) fn note_put(&mut self, key: u64, put: Completed) -> Option<u64> {
-        self.completions.extend(put.requests.iter().map(|request| (*request, key)));
+        self.requests.extend(put.requests.iter().map(|request| (*request, key)));
         self.completed.insert(key, put);
         if self.completed.len() <= MAX_COMPLETED {
             return None;
         }
         let (oldest, put) = self.completed.pop_first()?;
         for request in &put.requests {
-            self.completions.remove(request);
+            self.requests.remove(request);
         }
         Some(oldest)
     }
 
     /// The put of a version that is gone, by its request.
     pub(super) fn put(&self, request: Token) -> Option<&Completed> {
-        self.completed.get(self.completions.get(&request)?)
+        self.completed.get(self.requests.get(&request)?)
     }
 
     /// Remembers a deleted name. Returns the key of an entry that is no longer needed.
     pub(super) fn note_deleted(&mut self, key: u64, deleted: Deleted) -> Option<u64> {
-        self.deletions.extend(deleted.request.map(|request| (request, key)));
+        self.requests.extend(deleted.request.map(|request| (request, key)));
         let oldest = push_bounded(self.deleted_by.entry(deleted.owner).or_default(), key, MAX_DELETED);
         self.deleted.insert(key, deleted);
         let request = self.deleted.remove(&oldest?)?.request;
-        request.and_then(|request| self.deletions.remove(&request));
+        request.and_then(|request| self.requests.remove(&request));
         oldest
     }
 
     /// The name that a request has deleted.
     pub(super) fn delete(&self, request: Token) -> Option<&str> {
-        self.deleted(*self.deletions.get(&request)?).map(|deleted| deleted.name.as_str())
-    }
-
-    fn deleted(&self, key: u64) -> Option<&Deleted> {
-        self.deleted.get(&key)
+        self.deleted.get(self.requests.get(&request)?).map(|deleted| deleted.name.as_str())
     }
 
     /// The manifest of a completed request.
@@ -173,7 +168,7 @@ impl Events {
     /// Whether this user deleted the name recently.
     pub(crate) fn was_deleted(&self, name: &str, owner: u32) -> bool {
         let mut keys = self.deleted_by.get(&owner).into_iter().flatten();
-        keys.any(|key| self.deleted(*key).is_some_and(|deleted| deleted.name == name))
+        keys.any(|key| self.deleted.get(key).is_some_and(|deleted| deleted.name == name))
     }
 }
 

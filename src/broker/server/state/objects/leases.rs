@@ -4,17 +4,14 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use super::{Objects, Version, event, events::Seen};
 use crate::{
-    broker::{
-        manifest::Report,
-        server::state::{
-            caller::{Caller, ConnectionId, Right},
-            random::random,
-            refuse,
-        },
+    broker::server::state::{
+        caller::{Caller, ConnectionId, Right},
+        random::random,
+        refuse,
     },
     error::{BrokerError, RefusalCode},
     wire::{
-        broker::{EventKind, Maker, Resume, ResumedLease, Token},
+        broker::{EventKind, Maker, ReportInfo, Resume, ResumedLease, Token},
         shorten,
     },
 };
@@ -278,7 +275,7 @@ impl Objects {
         }
         let mut seen = event(EventKind::Reported, record, self.now.ms, &reader);
         seen.event.message = Some(message.clone());
-        record.reports.push(Report { reader, at_ms: self.now.ms, message });
+        record.reports.push(ReportInfo { reader, at_ms: self.now.ms, message });
         self.events.publish(seen);
         self.users.add_report(caller.uid);
         self.store.update(key);

@@ -38,8 +38,8 @@ pub(crate) use self::{
     events::{Events, Seen},
     leases::Resumption,
     lifetimes::Expiry,
-    publish::{NewPart, NewVersion},
-    select::{LeaseParts, Selection},
+    publish::NewVersion,
+    select::Selection,
     view::{Counts, LeasePage, Total},
 };
 use super::{quota::Rules, time::Time};

@@ -16,12 +16,11 @@ use crate::{
             caller::{Caller, ConnectionId, Right},
             inspect::inspect,
             random::random,
-            refuse,
         },
         table,
     },
     driver::{Backend, GRANULARITY},
-    error::{BrokerError, RefusalCode},
+    error::BrokerError,
     wire::broker::{
         EventKind, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, PutHeader, PutPartHeader, Restore, Table, Token,
     },
@@ -77,7 +76,7 @@ impl NewVersion {
             if let Err(problem) = table::check(fd.as_fd(), *length)
                 && checked.is_ok()
             {
-                checked = refuse(RefusalCode::Invalid, format!("{what}: {problem}"));
+                checked = refuse!(Invalid, "{what}: {problem}");
             }
             Some(fd)
         };
@@ -130,12 +129,10 @@ impl NewVersion {
             let sum = part.record.sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size));
             match sum == memory.mapped_size {
                 true => Ok(()),
-                false => refuse(
-                    RefusalCode::Invalid,
-                    format!(
-                        "the segments of part `{name}` have {sum} bytes in total, but the part claims {}",
-                        memory.mapped_size
-                    ),
+                false => refuse!(
+                    Invalid,
+                    "the segments of part `{name}` have {sum} bytes in total, but the part claims {}",
+                    memory.mapped_size
                 ),
             }
         })
@@ -179,15 +176,13 @@ fn check_segment(
     let PutPartHeader { name, memory, .. } = &part.header;
     let at = part.sizes.len();
     if !size.is_multiple_of(GRANULARITY) {
-        return refuse(
-            RefusalCode::Invalid,
-            format!(
-                "segment {at} of part `{name}` has {size} bytes, which is not a multiple of the granularity, {GRANULARITY} bytes"
-            ),
+        return refuse!(
+            Invalid,
+            "segment {at} of part `{name}` has {size} bytes, which is not a multiple of the granularity, {GRANULARITY} bytes"
         );
     }
     inspect(fd, backend, size, memory.immutable, emulated)
-        .or_else(|unfit| refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be held: {unfit}")))
+        .or_else(|unfit| refuse!(Memory, "segment {at} of part `{name}` can't be held: {unfit}"))
 }
 
 impl Objects {
@@ -195,7 +190,8 @@ impl Objects {
     pub(crate) fn check_put(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
         self.check_terms(caller, put)?;
         let memory = put.parts.iter().map(|part| &part.record.header.memory);
-        self.users.check_devices(caller.uid, memory).map_err(|refusal| {
+        let bytes = self.users.check_bytes(caller.uid, put.bytes());
+        bytes.and_then(|()| self.users.check_devices(caller.uid, memory)).map_err(|refusal| {
             match self.names.contains_key(put.header.name.as_str()) {
                 true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
                 false => refusal,
@@ -205,35 +201,24 @@ impl Objects {
 
     fn check_terms(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
         let PutHeader { name, replace, if_version, mode, keep, lifetime, .. } = &put.header;
-        let bytes = put.bytes();
         check_mapped(caller)?;
         if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
-            return refuse(
-                RefusalCode::Invalid,
-                format!("`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept"),
-            );
+            return refuse!(Invalid, "`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept");
         }
         if let Some(restore) = &put.header.restore {
-            self.check_restore(caller, name, restore, keep.unwrap_or(0))?;
-            return self.users.check_bytes(caller.uid, bytes);
+            return self.check_restore(caller, name, restore, keep.unwrap_or(0));
         }
         match self.names.get(name.as_str()) {
             None => {
                 if let Some(wanted) = if_version {
-                    return refuse(
-                        RefusalCode::Version,
-                        format!("`{name}` does not exist, so it has no version {wanted}"),
-                    );
+                    return refuse!(Version, "`{name}` does not exist, so it has no version {wanted}");
                 }
-                self.users.check_objects(caller.uid, 1, 0)?;
+                self.users.check_objects(caller.uid, 1, 0)
             }
             Some(existing) => {
                 let current = self.current(existing).record.version;
                 if !replace {
-                    return refuse(
-                        RefusalCode::Exists,
-                        format!("`{name}` exists at version {current}: replace it or choose another name"),
-                    );
+                    return refuse!(Exists, "`{name}` exists at version {current}: replace it or choose another name");
                 }
                 caller.require(Right::Write, name, existing.owner, existing.mode)?;
                 let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
@@ -241,31 +226,24 @@ impl Objects {
                     || keep.is_some_and(|keep| keep != existing.keep);
                 if changes && !owns {
                     let (uid, owner) = (caller.uid, existing.owner.uid);
-                    return refuse(
-                        RefusalCode::Denied,
-                        format!(
-                            "uid {uid} may replace `{name}`, but only its owner, uid {owner}, may change its lifetime or `keep`"
-                        ),
+                    return refuse!(
+                        Denied,
+                        "uid {uid} may replace `{name}`, but only its owner, uid {owner}, may change its lifetime or `keep`"
                     );
                 }
                 if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
-                    return refuse(RefusalCode::Version, format!("`{name}` is at version {current}, not {wanted}"));
+                    return refuse!(Version, "`{name}` is at version {current}, not {wanted}");
                 }
                 if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
                     let was = existing.mode;
-                    return refuse(
-                        RefusalCode::Invalid,
-                        format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}"),
+                    return refuse!(
+                        Invalid,
+                        "`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}"
                     );
                 }
-                self.check_kept(existing, keep.unwrap_or(existing.keep))?;
-                return self
-                    .users
-                    .check_bytes(caller.uid, bytes)
-                    .map_err(|refusal| BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)));
+                self.check_kept(existing, keep.unwrap_or(existing.keep))
             }
         }
-        self.users.check_bytes(caller.uid, bytes)
     }
 
     /// Checks whether the caller may put a version of a name that it wants to claim.
@@ -299,7 +277,7 @@ impl Objects {
         let (record, fds) = self.describe(caller, put);
         self.last_key += 1;
         let key = self.last_key;
-        self.charge(&record);
+        self.users.add_version(&record);
         if !self.names.contains_key(record.name.as_str()) {
             self.users.add_object(record.owner.uid);
         }
@@ -368,11 +346,6 @@ impl Objects {
         self.drop_old(&name, MAX_KEPT as usize + 1);
         self.note_expiry(&name);
         Some(published)
-    }
-
-    /// Counts a version for its user.
-    pub(super) fn charge(&mut self, record: &manifest::Version) {
-        self.users.add_version(record);
     }
 
     /// Adds a version that is counted. It becomes the current version of its name, unless it has lost the name.
@@ -470,46 +443,38 @@ impl Objects {
         let Restore { version, owner, id, .. } = restore;
         if !(caller.is_superuser() || caller.uid == owner.uid) {
             let (uid, owner) = (caller.uid, owner.uid);
-            return refuse(
-                RefusalCode::Denied,
-                format!("uid {uid} may not restore `{name}`: its owner was uid {owner}"),
-            );
+            return refuse!(Denied, "uid {uid} may not restore `{name}`: its owner was uid {owner}");
         }
         if !(1..=u64::MAX / 2).contains(version)
             || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
         {
-            return refuse(
-                RefusalCode::Invalid,
-                format!("version {version} with id `{id}` is not a valid version of `{name}`"),
-            );
+            return refuse!(Invalid, "version {version} with id `{id}` is not a valid version of `{name}`");
         }
         if self.events.was_deleted(name, owner.uid) {
-            return refuse(
-                RefusalCode::Denied,
-                format!("`{name}` was deleted after this broker lost it: put it again instead of restoring it"),
+            return refuse!(
+                Denied,
+                "`{name}` was deleted after this broker lost it: put it again instead of restoring it"
             );
         }
         if let Some(known) = self.ids.get(id).and_then(|key| self.versions.get(key)) {
-            return refuse(
-                RefusalCode::Exists,
-                format!("version {} of `{}` already has the id {id}", known.record.version, known.record.name),
+            return refuse!(
+                Exists,
+                "version {} of `{}` already has the id {id}",
+                known.record.version,
+                known.record.name
             );
         }
         let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
         let current = &self.current(existing).record;
         if current.version >= *version {
-            return refuse(
-                RefusalCode::Exists,
-                format!("`{name}` exists at version {} with the id {}", current.version, current.id),
-            );
+            return refuse!(Exists, "`{name}` exists at version {} with the id {}", current.version, current.id);
         }
         if existing.owner.uid != owner.uid {
-            return refuse(
-                RefusalCode::Denied,
-                format!(
-                    "the owner of `{name}` is uid {}, but the restored version belonged to uid {}",
-                    existing.owner.uid, owner.uid
-                ),
+            return refuse!(
+                Denied,
+                "the owner of `{name}` is uid {}, but the restored version belonged to uid {}",
+                existing.owner.uid,
+                owner.uid
             );
         }
         self.check_kept(existing, keep)
@@ -522,8 +487,5 @@ fn check_mapped(caller: &Caller) -> Result<(), BrokerError> {
         return Ok(());
     }
     let uid = caller.uid;
-    refuse(
-        RefusalCode::Denied,
-        format!("uid {uid} stands for all unmapped users, so it can't own objects: put as another user"),
-    )
+    refuse!(Denied, "uid {uid} stands for all unmapped users, so it can't own objects: put as another user")
 }

@@ -6,9 +6,9 @@ use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, Completed, Deleted},
-        server::state::{caller::Caller, refuse},
+        server::state::caller::Caller,
     },
-    error::{BrokerError, RefusalCode},
+    error::BrokerError,
     wire::broker::{EventKind, Maker, Published, Token},
 };
 
@@ -23,14 +23,11 @@ impl Objects {
             }
         }
         let Some(existing) = self.names.get(name) else {
-            return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
+            return refuse!(Absent, "there is no object `{name}`");
         };
         let owner = existing.owner.uid;
         if !caller.may_remove(existing.owner) {
-            return refuse(
-                RefusalCode::Denied,
-                format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid),
-            );
+            return refuse!(Denied, "uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid);
         }
         // The keeper gets the deletion first. If this server dies before it has removed every version, the next one removes the others.
         self.last_key += 1;

@@ -81,7 +81,7 @@ impl Objects {
     }
 
     fn restore_version(&mut self, key: u64, version: Version, fds: Vec<OwnedFd>) {
-        self.charge(&version);
+        self.users.add_version(&version);
         if !version.is_unnamed && !self.names.contains_key(version.name.as_str()) {
             self.users.add_object(version.owner.uid);
         }

@@ -2,14 +2,11 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-use super::{Objects, Version, VersionFd};
+use super::{Objects, VersionFd};
 use crate::{
     broker::{
         manifest,
-        server::state::{
-            caller::{Caller, Right},
-            refuse,
-        },
+        server::state::caller::{Caller, Right},
     },
     error::{BrokerError, RefusalCode, units},
     wire::{
@@ -21,14 +18,14 @@ use crate::{
 /// The most runs of one lease. If there are more, a single run covers them all.
 const MAX_RUNS: usize = 128;
 
-/// The selected parts of a version.
+/// The selected segments of a version.
 #[derive(Debug)]
 pub(crate) struct Selection {
     pub(crate) key: u64,
     /// The lease that gets the selected segments, if it exists.
     pub(crate) lease: Option<Token>,
-    /// Parts by index, each with its runs.
-    parts: Vec<(usize, Vec<Run>)>,
+    /// The runs of each part; `None` for parts that are not requested.
+    runs: Vec<Option<Vec<Run>>>,
     /// Bytes of memory.
     pub(crate) bytes: u64,
 }
@@ -47,12 +44,11 @@ impl Objects {
             }
         };
         let Some((key, version)) = key.and_then(|key| Some((key, self.versions.get(&key)?))) else { return Ok(None) };
-        let parts: Vec<_> = select_parts(version, object)?
-            .into_iter()
-            .map(|index| Ok((index, runs_of(&version.record.parts[index], object)?)))
-            .collect::<Result<_, BrokerError>>()?;
-        let bytes = parts.iter().flat_map(|(_, runs)| runs).map(|run| run.size).sum();
-        Ok(Some(Selection { key, lease: object.lease, parts, bytes }))
+        let parts = &version.record.parts;
+        check_parts(parts, object)?;
+        let runs = parts.iter().map(|part| runs_of(part, object)).collect::<Result<Vec<_>, _>>()?;
+        let bytes = runs.iter().flatten().flatten().map(|run| run.size).sum();
+        Ok(Some(Selection { key, lease: object.lease, runs, bytes }))
     }
 
     /// The version of a lease that the caller's connection holds.
@@ -65,33 +61,24 @@ impl Objects {
         })
     }
 
-    pub(crate) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<LeaseParts> {
-        let key = selection.key;
-        let record = &self.versions.get(&key)?.record;
-        let places: Vec<_> = record.places().collect();
-        let fd = |at: usize| VersionFd { key, at };
+    /// The message of a lease, without segment sizes; its tables; and its segments with their sizes.
+    pub(crate) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<DescribedLease> {
+        let Selection { key, runs, bytes, .. } = selection;
+        let record = &self.versions.get(key)?.record;
+        let fd = |at: usize| VersionFd { key: *key, at };
         let mut tables: Vec<VersionFd> = record.metadata_place().map(fd).into_iter().collect();
         let mut segments = Vec::new();
-        let mut parts = Vec::with_capacity(selection.parts.len());
-        for (index, runs) in &selection.parts {
-            let (part, place) = (&record.parts[*index], places[*index]);
+        let mut parts = Vec::with_capacity(record.parts.len());
+        for ((part, place), runs) in record.parts.iter().zip(record.places()).zip(runs) {
+            let Some(runs) = runs else { continue };
+            let PutPartHeader { name, memory, arrays, digest, .. } = part.header.clone();
             tables.extend(place.arrays.map(fd));
             for run in runs {
                 let range = run.first as usize..(run.first + run.segments) as usize;
                 segments.extend(range.map(|at| (fd(place.first_segment + at), part.sizes[at])));
             }
-            parts.push(LeasePartHeader {
-                name: part.header.name.clone(),
-                memory: part.header.memory.clone(),
-                runs: runs.clone(),
-                arrays: part.header.arrays.clone(),
-                digest: part.header.digest.clone(),
-            });
+            parts.push(LeasePartHeader { name, memory, runs: runs.clone(), arrays, digest });
         }
-        let all = |(index, runs): &(usize, Vec<Run>)| {
-            runs.iter().map(|run| run.segments).sum::<u64>() == record.parts[*index].sizes.len() as u64
-        };
-        let whole = selection.parts.len() == record.parts.len() && selection.parts.iter().all(all);
         let header = LeaseHeader {
             token,
             name: record.name.clone(),
@@ -104,63 +91,42 @@ impl Objects {
             mode: Some(record.mode),
             lifetime: Some(record.lifetime),
             keep: Some(record.keep),
-            whole,
+            whole: *bytes == record.memory(),
             parts,
             sizes: Vec::new(),
         };
-        Some(LeaseParts { header, tables, segments })
+        Some((header, tables, segments))
     }
 }
 
-/// An unsent lease.
-#[derive(Debug)]
-pub(crate) struct LeaseParts {
-    /// The message, without segment sizes.
-    pub(crate) header: LeaseHeader,
-    /// Tables, in the order of their descriptors.
-    pub(crate) tables: Vec<VersionFd>,
-    /// Segments with sizes.
-    pub(crate) segments: Vec<(VersionFd, u64)>,
+/// A lease to send.
+type DescribedLease = (LeaseHeader, Vec<VersionFd>, Vec<(VersionFd, u64)>);
+
+/// Checks that a version has the named parts.
+fn check_parts(parts: &[manifest::Part], object: &GetObject) -> Result<(), BrokerError> {
+    let known: Vec<&str> = parts.iter().map(|part| part.header.name.as_str()).collect();
+    let mut named = object.parts.iter().flat_map(BTreeMap::keys);
+    let Some(name) = named.find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
+    let mut message = format!("it has the parts {}", known.join(", "));
+    crate::wire::shorten(&mut message, 300);
+    refuse!(Lacks, "`{}` has no part {name}; {message}", object.name)
 }
 
-/// Indices of the requested parts.
-fn select_parts(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
-    let parts = &version.record.parts;
-    let index = |name: &String| {
-        let at = parts.iter().position(|part| part.header.name == *name);
-        at.ok_or_else(|| {
-            let known: Vec<&str> = parts.iter().map(|part| part.header.name.as_str()).collect();
-            let mut message = format!("it has the parts {}", known.join(", "));
-            crate::wire::shorten(&mut message, 300);
-            BrokerError::new(RefusalCode::Lacks, format!("`{}` has no part {name}; {message}", object.name))
-        })
-    };
-    let mut chosen = Vec::new();
-    match &object.parts {
-        None => chosen.extend(0..parts.len()),
-        Some(names) => {
-            for name in names {
-                let at = index(name)?;
-                if !chosen.contains(&at) {
-                    chosen.push(at);
-                }
-            }
-        }
-    }
-    for name in object.ranges.iter().flat_map(BTreeMap::keys) {
-        if !chosen.contains(&index(name)?) {
-            return refuse(RefusalCode::Invalid, format!("a range is in part `{name}`, which `parts` does not name"));
-        }
-    }
-    Ok(chosen)
-}
-
-/// The requested segments of a part.
-fn runs_of(part: &manifest::Part, object: &GetObject) -> Result<Vec<Run>, BrokerError> {
+/// The requested segments of a part, or `None` if the part is not requested.
+fn runs_of(part: &manifest::Part, object: &GetObject) -> Result<Option<Vec<Run>>, BrokerError> {
     let PutPartHeader { name, memory, .. } = &part.header;
-    let Some(ranges) = &object.ranges else {
-        return Ok(vec![Run { first: 0, segments: part.sizes.len() as u64, offset: 0, size: memory.mapped_size }]);
+    let ranges = match &object.parts {
+        None => &[][..],
+        Some(parts) if parts.is_empty() => return Ok(Some(Vec::new())),
+        Some(parts) => match parts.get(name) {
+            None => return Ok(None),
+            Some(ranges) => ranges,
+        },
     };
+    if ranges.is_empty() {
+        let all = Run { first: 0, segments: part.sizes.len() as u64, offset: 0, size: memory.mapped_size };
+        return Ok(Some(vec![all]));
+    }
     let bytes = |range: &ByteRange| {
         range.within(memory.size).ok_or_else(|| {
             let (offset, length, size) = (range.offset, units::bytes(range.length), units::bytes(memory.size));
@@ -169,8 +135,8 @@ fn runs_of(part: &manifest::Part, object: &GetObject) -> Result<Vec<Run>, Broker
             BrokerError::new(RefusalCode::Differs, message)
         })
     };
-    let spans = ranges.get(name).into_iter().flatten().map(bytes).collect::<Result<Vec<Range<u64>>, _>>()?;
-    Ok(cover(&part.sizes, spans))
+    let spans = ranges.iter().map(bytes).collect::<Result<Vec<Range<u64>>, _>>()?;
+    Ok(Some(cover(&part.sizes, spans)))
 }
 
 /// The segments that contain the given bytes.

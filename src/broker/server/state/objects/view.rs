@@ -12,8 +12,7 @@ use crate::{
     wire::{
         Memory,
         broker::{
-            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, ReportInfo, Stat, Summary, UserTotal,
-            VersionInfo, Who,
+            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, Stat, Summary, UserTotal, VersionInfo, Who,
         },
     },
 };
@@ -110,10 +109,6 @@ impl Objects {
             digest: part.header.digest.clone(),
             maker: part.maker.clone(),
         };
-        let report = |report: &manifest::Report| {
-            let manifest::Report { reader, at_ms, message } = report.clone();
-            ReportInfo { reader, at_ms, message }
-        };
         let info = VersionInfo {
             summary: self.summary(entry, version),
             versions: last_numbers(&entry.versions),
@@ -121,7 +116,7 @@ impl Objects {
             keep: entry.keep,
             parts: record.parts.iter().map(part).collect(),
             metadata: record.metadata.clone(),
-            reports: record.reports.iter().map(report).collect(),
+            reports: record.reports.clone(),
         };
         let key = self.ids.get(&record.id).copied();
         let metadata = key.zip(record.metadata_place()).map(|(key, at)| VersionFd { key, at });
