@@ -20,7 +20,7 @@ use nix::sys::signal::Signal;
 
 pub use self::broker::{BrokerError, RefusalCode};
 pub use self::class::ErrorClass;
-pub use self::protocol::{BodyCause, BodyFault, ErrorCode, ProtocolError, UnknownCode};
+pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
 #[cfg(feature = "weights")]
 pub use self::weights::WeightsError;
 pub use self::{

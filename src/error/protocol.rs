@@ -55,9 +55,7 @@ pub enum ProtocolError {
     Body {
         /// The kind of message.
         kind: &'static str,
-        /// The cause, for programs.
-        fault: BodyFault,
-        /// The parser's message, for humans.
+        /// The parser's message.
         reason: String,
     },
     /// The number of sizes is outside of the kind's range.
@@ -107,36 +105,6 @@ pub enum ProtocolError {
     /// The content of a message contradicts itself or another message.
     #[error("{0}")]
     Content(String),
-}
-
-/// The reason why a body is invalid.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BodyFault {
-    /// The field, if one field is at fault.
-    pub field: Option<String>,
-    /// The cause.
-    pub cause: BodyCause,
-}
-
-/// The causes of an invalid body.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BodyCause {
-    /// The body is not JSON in UTF-8.
-    Syntax,
-    /// A required field is absent or null.
-    Missing,
-    /// An object contains a name twice.
-    Duplicate,
-    /// A value has the wrong JSON type.
-    Type,
-    /// A number is not an integer in the field's range.
-    Number,
-    /// A name is not among the field's names.
-    Variant,
-    /// A value does not have the field's form.
-    Value,
 }
 
 /// Why a side closes the session, in snake case on the wire. A code of a later version parses as

@@ -2,11 +2,8 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{HEADER_LENGTH, MAX_BODY, MAX_REASON, VERSION, fault, shorten};
-use crate::{
-    base::strict::Clean,
-    error::{BodyCause, BodyFault, ProtocolError},
-};
+use super::{HEADER_LENGTH, MAX_BODY, MAX_REASON, VERSION, shorten};
+use crate::{base::strict::Clean, error::ProtocolError};
 
 const MAGIC: [u8; 4] = *b"VMFD";
 
@@ -137,23 +134,19 @@ pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usiz
 }
 
 pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
-    let invalid = |reason: &str, cause| ProtocolError::Body {
-        kind,
-        fault: BodyFault { field: None, cause },
-        reason: reason.to_owned(),
-    };
+    let invalid = |reason: &str| ProtocolError::Body { kind, reason: reason.to_owned() };
     // serde also accepts an array for a struct; the protocol only accepts objects.
     if !body.trim_ascii_start().starts_with(b"{") {
-        return Err(invalid("it is not a JSON object", BodyCause::Type));
+        return Err(invalid("it is not a JSON object"));
     }
     // Checks the whole body: the parser skips the text of unknown fields.
     let Ok(body) = str::from_utf8(body) else {
-        return Err(invalid("it is not UTF-8", BodyCause::Syntax));
+        return Err(invalid("it is not UTF-8"));
     };
     serde_json::from_str(body).map_err(|error| {
         let mut reason = error.to_string();
         shorten(&mut reason, MAX_REASON);
         reason.clean();
-        ProtocolError::Body { kind, fault: fault::of::<T>(body), reason }
+        ProtocolError::Body { kind, reason }
     })
 }

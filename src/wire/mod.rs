@@ -4,7 +4,6 @@
 mod frame;
 
 pub mod broker;
-mod fault;
 mod messages;
 #[cfg(feature = "schema")]
 pub(crate) mod schema;

@@ -217,8 +217,7 @@ fn pages_list_every_kind() {
 }
 
 #[test]
-fn body_faults_have_codes() {
-    use crate::error::{BodyCause::*, BodyFault};
+fn invalid_bodies_are_rejected() {
     let mut offer = offer();
     let uuid = offer["memory"]["device"]["uuid"].as_str().unwrap().to_owned();
     offer["memory"]["pointer"] = json!("a5".repeat(64));
@@ -229,35 +228,32 @@ fn body_faults_have_codes() {
         offer.replacen(from, to, 1)
     };
     let cases = [
-        (2, "[]".to_owned(), None, Type),
-        (2, r#"{"object":"#.to_owned(), None, Syntax),
-        (2, "{}".to_owned(), Some("object"), Missing),
-        (2, r#"{"object":null}"#.to_owned(), Some("object"), Missing),
-        (2, r#"{"object":7}"#.to_owned(), Some("object"), Type),
-        (2, r#"{"object":"unknown variant","object":"x"}"#.to_owned(), Some("object"), Duplicate),
-        (2, r#"{"object":"missing field","access":"floating point"}"#.to_owned(), Some("access"), Variant),
-        (2, r#"{"object":"x","range":[1,2]}"#.to_owned(), Some("range"), Type),
-        (2, r#"{"object":"x","range":{"offset":0}}"#.to_owned(), Some("length"), Missing),
-        (2, r#"{"object":"x","range":{"offset":-1,"length":1}}"#.to_owned(), Some("offset"), Number),
-        (2, r#"{"object":"x","range":{"offset":1.0,"length":1}}"#.to_owned(), Some("offset"), Number),
-        (2, r#"{"object":"x","range":{"offset":1e999,"length":1}}"#.to_owned(), Some("offset"), Number),
-        (4, r#"{"first":0,"sizes":[1,-0]}"#.to_owned(), Some("sizes"), Number),
-        (3, changed(&uuid, "UUID"), Some("uuid"), Value),
-        (3, changed("\"pool\",", "\"moon\","), Some("mechanism"), Variant),
-        (3, changed("a5", "xx"), Some("pointer"), Value),
-        (3, changed("{\"x\":null}", "{\"x\":1,\"x\":2}"), Some("of another"), Duplicate),
-        (3, changed("{\"x\":null}", "1e999"), Some("of another"), Number),
-        (6, r#"{"verified":true,"check":7}"#.to_owned(), Some("check"), Value),
-        (6, format!(r#"{{"verified":true,"check":{}}}"#, "[".repeat(60000)), None, Syntax),
+        (2, "[]".to_owned()),
+        (2, r#"{"object":"#.to_owned()),
+        (2, "{}".to_owned()),
+        (2, r#"{"object":null}"#.to_owned()),
+        (2, r#"{"object":7}"#.to_owned()),
+        (2, r#"{"object":"unknown variant","object":"x"}"#.to_owned()),
+        (2, r#"{"object":"missing field","access":"floating point"}"#.to_owned()),
+        (2, r#"{"object":"x","range":[1,2]}"#.to_owned()),
+        (2, r#"{"object":"x","range":{"offset":0}}"#.to_owned()),
+        (2, r#"{"object":"x","range":{"offset":-1,"length":1}}"#.to_owned()),
+        (2, r#"{"object":"x","range":{"offset":1.0,"length":1}}"#.to_owned()),
+        (2, r#"{"object":"x","range":{"offset":1e999,"length":1}}"#.to_owned()),
+        (4, r#"{"first":0,"sizes":[1,-0]}"#.to_owned()),
+        (3, changed(&uuid, "UUID")),
+        (3, changed("\"pool\",", "\"moon\",")),
+        (3, changed("a5", "xx")),
+        (3, changed("{\"x\":null}", "{\"x\":1,\"x\":2}")),
+        (3, changed("{\"x\":null}", "1e999")),
+        (6, r#"{"verified":true,"check":7}"#.to_owned()),
+        (6, format!(r#"{{"verified":true,"check":{}}}"#, "[".repeat(60000))),
     ];
-    for (kind, body, field, cause) in cases {
-        let refused = Message::decode(&record(kind, &body, 0), 0);
-        let want = BodyFault { field: field.map(str::to_owned), cause };
-        assert!(matches!(&refused, Err(ProtocolError::Body { fault, .. }) if *fault == want), "{body}: {refused:?}");
-    }
     let deep = format!(r#"{{"verified":true,"check":{{"x":{}{}}}}}"#, "[".repeat(30000), "]".repeat(30000));
-    let refused = Message::decode(&record(6, &deep, 0), 0);
-    assert!(matches!(&refused, Err(ProtocolError::Body { fault: BodyFault { cause: Syntax, .. }, .. })), "{refused:?}");
+    for (kind, body) in cases.into_iter().chain([(6, deep)]) {
+        let refused = Message::decode(&record(kind, &body, 0), 0);
+        assert!(matches!(&refused, Err(ProtocolError::Body { .. })), "{body:.200}: {refused:?}");
+    }
 }
 
 #[test]
