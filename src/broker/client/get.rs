@@ -201,11 +201,12 @@ impl Get {
         if let Some(wanted) = self.owner.filter(|wanted| *wanted != header.owner.uid) {
             differences.push(format!("its owner is uid {}, not {wanted}", header.owner.uid));
         }
+        let find = |part: &String| parts.iter().find(|known| known.name == *part);
+        if let Some(part) = self.parts.iter().flatten().chain(self.digests.keys()).find(|part| find(part).is_none()) {
+            return Err(quoting(RefusalCode::Lacks, format!("`{name}` has no part {part}")));
+        }
         for (part, wanted) in &self.digests {
-            let Some(found) = parts.iter().find(|known| known.name == *part) else {
-                return Err(quoting(RefusalCode::Lacks, format!("`{name}` has no part {part}")));
-            };
-            match found.digest.as_deref() {
+            match find(part).and_then(|found| found.digest.as_deref()) {
                 None => differences.push(format!("part {part} has no digest")),
                 Some(found) if found == wanted => {}
                 Some(found) => differences.push(format!("the digest of part {part} is {found}, not {wanted}")),

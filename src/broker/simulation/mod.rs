@@ -97,10 +97,10 @@ fn shrink(mut steps: Vec<Step>, flaw: Option<Flaw>) -> Vec<Step> {
     steps
 }
 
-/// Runs the schedules of some seeds until one fails.
-fn search(seeds: impl IntoIterator<Item = u64>, flaw: Option<Flaw>) -> Option<Vec<Step>> {
+/// Runs the schedules of some seeds until one fails. Returns its steps and the violation.
+fn search(seeds: impl IntoIterator<Item = u64>, flaw: Option<Flaw>) -> Option<(Vec<Step>, String)> {
     let schedules = seeds.into_iter().map(|seed| Random(seed).schedule(LENGTH));
-    schedules.into_iter().find(|steps| run(steps, flaw).is_err())
+    schedules.into_iter().find_map(|steps| run(&steps, flaw).err().map(|why| (steps, why)))
 }
 
 /// Shrunk schedules that failed once.
@@ -152,9 +152,9 @@ fn simulation_finds_no_violation() {
         let threads = (0..threads).map(|_| scope.spawn(|| search(seeds(), None))).collect::<Vec<_>>();
         threads.into_iter().filter_map(|thread| thread.join().unwrap()).next()
     });
-    if let Some(failed) = failed {
+    if let Some((failed, why)) = failed {
         let steps = shrink(failed, None);
-        panic!("{}\n{steps:?}", run(&steps, None).unwrap_err());
+        panic!("{why}\nshrunk: {:?}\n{steps:?}", run(&steps, None));
     }
     eprintln!("{} schedules in {:?}", next.load(Ordering::Relaxed), start.elapsed());
 }
@@ -177,7 +177,7 @@ fn keeper_killed_in_upgrade_loses_nothing() {
 fn simulation_finds_each_flaw() {
     let missed = |flaw: &Flaw| {
         let found = search(0..SCHEDULES_PER_FLAW, Some(*flaw));
-        if let Some(found) = &found
+        if let Some((found, _)) = &found
             && std::env::var_os("SECONDS").is_some()
         {
             let steps = shrink(found.clone(), Some(*flaw));

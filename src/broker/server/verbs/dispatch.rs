@@ -17,7 +17,7 @@ use super::{
 use crate::{
     broker::server::state::{caller::ConnectionId, client::RequestInfo, room::DescriptorRoom, root::State},
     error::BrokerError,
-    wire::broker::Message,
+    wire::{MAX_BODY, broker::Message},
 };
 
 /// Whether a message is answered with descriptors. The client must have read all earlier descriptors.
@@ -114,5 +114,7 @@ fn memory_of(request: &Message) -> u64 {
         _ => return 0,
     };
     let mut record = Vec::new();
-    request.encode_into(&mut record).map_or(0, |()| REQUEST + ratio * record.len() as u64)
+    // Written again, a record may exceed the limit: it has fields that the client omitted.
+    let length = request.encode_into(&mut record).map_or(MAX_BODY, |()| record.len());
+    REQUEST + ratio * length as u64
 }
