@@ -6,34 +6,34 @@ use std::{
     process, ptr,
     sync::{
         Arc, Mutex, OnceLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use nix::poll::PollFlags;
 
 use super::{
     dial::{Dialled, Dialler, no_broker},
     exchange::Exchange,
     holdings::{Handlers, Holdings, OwnLease},
+    lease::Lease,
     recalls::Recalls,
-    records::{buffer, is_broken, is_stopped, send_on},
+    reconnect::resume_on,
+    records::{buffer, is_broken, send_on},
     turns::Turns,
+    waits::Waits,
     waker::Waker,
 };
 use crate::{
     channel::{
-        Config, Peer,
-        cancel::CHECK_INTERVAL,
-        deadline_after,
+        Config, Peer, deadline_after,
         record::{RecordSocket, check_type},
     },
     driver::Driver,
     error::{BrokerError, Error, PeerError, RefusalCode, Result, SocketError},
     memory::{Device, DeviceIdentity},
     sys::{fork::ProcessIdentity, inherited::ClosedInForks, lock},
-    wire::broker::{Message, Release, ReportHeader, Stop, Token},
+    wire::broker::{Message, Release, ReportHeader, Resume, Token},
 };
 
 /// How many puts are remembered for the next reconnect.
@@ -69,8 +69,8 @@ pub(super) struct Connection {
     abandoned: AtomicBool,
     /// The sockets that hold the leases while a reconnect moves them.
     former: Mutex<Vec<(ClosedInForks, OwnedFd)>>,
-    /// The number of calls to [`Connection::stop`].
-    stops: AtomicU64,
+    /// The waits on this connection and on the connections that belong to it.
+    pub(super) waits: Arc<Waits>,
     /// The background thread; `None` before the first lease, or if no thread could be started.
     pub(super) watcher: OnceLock<Waker>,
 }
@@ -103,7 +103,7 @@ impl Connection {
             Err(Error::Socket(SocketError::NotAccepted { .. })) => dial(config.timeout)?,
             dialled => dialled?,
         };
-        Ok(Self::new(dialled, incoming, Some(Arc::new(dialler))))
+        Ok(Self::new(dialled, incoming, Some(Arc::new(dialler)), Arc::default()))
     }
 
     /// Creates a connection on a connected socket. It can't reconnect.
@@ -114,10 +114,10 @@ impl Connection {
         let cancel = config.cancellation()?;
         let mut incoming = buffer();
         let dialled = Dialled::handshake(socket, peer, config.timeout, &cancel, &mut incoming)?;
-        Ok(Self::new(dialled, incoming, None))
+        Ok(Self::new(dialled, incoming, None, Arc::default()))
     }
 
-    fn new(dialled: Dialled, incoming: Vec<u8>, dialler: Option<Arc<Dialler>>) -> Self {
+    fn new(dialled: Dialled, incoming: Vec<u8>, dialler: Option<Arc<Dialler>>, waits: Arc<Waits>) -> Self {
         let Dialled { socket, peer, instance } = dialled;
         Self {
             closed_in_forks: ClosedInForks::new(socket.as_fd()),
@@ -134,7 +134,7 @@ impl Connection {
             connected: AtomicBool::new(true),
             abandoned: AtomicBool::new(false),
             former: Mutex::default(),
-            stops: AtomicU64::new(0),
+            waits,
             watcher: OnceLock::new(),
         }
     }
@@ -144,33 +144,49 @@ impl Connection {
     }
 
     /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Waits for the requests of other
-    /// threads in progress, at most for the timeout, but not for their waits of [`Connection::wait`].
+    /// threads in progress, at most for the timeout.
     ///
     /// If the connection breaks, this reconnects within the timeout and calls `request` again with the rest of the wait. So `request`
-    /// must be idempotent. A request with several answers, like a watch, stores received answers outside the closure and then asks for
-    /// the following ones.
+    /// must be idempotent.
     pub(super) fn request<T>(
         &self,
         wait: Duration,
         request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
     ) -> Result<T> {
-        self.run(wait, false, request)
+        self.run(wait, self.waits.stops(), request)
     }
 
-    /// Makes a request that waits in the broker, like [`Connection::request`]. While other threads want to make a request, it is stopped,
-    /// and `request` is called again afterwards with the rest of the wait.
+    /// Makes a request that may wait in the broker, on a connection of its own. Without a path to connect to, it uses this connection.
+    ///
+    /// The broker attributes leases and names to the other connection, which is closed when the result is dropped: see
+    /// [`Connection::take_over`].
     pub(super) fn wait<T>(
-        &self,
+        self: &Arc<Self>,
         wait: Duration,
         request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
-    ) -> Result<T> {
-        self.run(wait, !wait.is_zero(), request)
+    ) -> Result<(T, Arc<Self>)> {
+        self.check_fork()?;
+        let stops = self.waits.stops();
+        let own = match &self.dialler {
+            None => Arc::clone(self),
+            Some(dialler) => {
+                let mut incoming = buffer();
+                let dialled = dialler.dial_until(deadline_after(dialler.timeout), 0, &mut incoming);
+                let dialled = dialled.map_err(|error| no_broker(error, dialler.timeout, true))?;
+                Arc::new(Self::new(dialled, incoming, Some(Arc::clone(dialler)), Arc::clone(&self.waits)))
+            }
+        };
+        let waiting = self.waits.add(own.socket.shared(), stops)?;
+        let result = own.run(wait, stops, request)?;
+        drop(waiting);
+        Ok((result, own))
     }
 
+    /// `stops` is the number of stops at the start of the wait.
     fn run<T>(
         &self,
         wait: Duration,
-        can_pause: bool,
+        stops: u64,
         mut request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
     ) -> Result<T> {
         self.check_fork()?;
@@ -179,70 +195,73 @@ impl Connection {
             return Err(Error::Misuse { problem: problem.to_owned() });
         }
         let started = Instant::now();
-        let busy =
-            || Error::Peer(PeerError::Timeout { waited: self.timeout(), purpose: "for another thread's request" });
-        let cancel = self.socket.cancel();
-        let turn = self.turns.begin(deadline_after(self.timeout()), cancel, || self.pause());
-        let mut turn = turn?.ok_or_else(busy)?;
-        let mut requesting = self.requesting();
-        let before = self.turns.exclusively(|_| self.stops());
+        let turn = self.turns.begin(deadline_after(self.timeout()), self.socket.cancel())?;
+        let busy = PeerError::Timeout { waited: self.timeout(), purpose: "for another thread's request" };
+        let mut turn = turn.ok_or(busy)?;
+        let _requesting = self.requesting();
         let mut left = wait;
-        let mut stops = None;
         let mut tries = 0;
         loop {
-            // By an earlier request, or by another thread's while this one was paused.
+            // By an earlier request.
             if self.abandoned.load(Ordering::Acquire) {
                 let error = PeerError::Gone { pid: 0, purpose: "for the broker's answer" };
                 self.reconnect(&mut turn, error.into(), tries, started, wait)?;
             }
-            let answer_timeout = self.socket.timeout().saturating_add(left);
-            self.turns.allow_pause(can_pause);
-            let waits = !left.is_zero();
-            let mut exchange =
-                Exchange { connection: self, incoming: &mut turn, answer_timeout, stops, finished: false, waits };
+            let answer_timeout = self.timeout().saturating_add(left);
+            let mut exchange = self.exchange(&mut turn, answer_timeout);
             let error = match request(&mut exchange, left) {
                 Ok(answer) => {
-                    exchange.finished = true;
+                    exchange.finish();
                     return Ok(answer);
                 }
                 Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Timeout => {
-                    // The broker knows only the wait since the last pause.
+                    // The broker knows only the wait since the last reconnect.
                     let message = format!("{}: waited {} ms", refusal.message, wait.as_millis());
                     Error::Broker(BrokerError { message, ..refusal })
                 }
                 Err(error) => error,
             };
             drop(exchange);
-            self.turns.allow_pause(false);
-            if can_pause && is_stopped(&error) && before == self.stops() {
-                drop(requesting);
-                let left = wait.saturating_sub(started.elapsed());
-                let deadline = deadline_after(left.saturating_add(self.timeout()));
-                turn = turn.pass(deadline, cancel, || self.pause())?.ok_or_else(busy)?;
-                requesting = self.requesting();
-            } else {
-                self.reconnect(&mut turn, error, tries, started, wait)?;
-                tries += 1;
+            if !wait.is_zero() && is_broken(&error) {
+                self.waits.check(stops)?;
             }
+            self.reconnect(&mut turn, error, tries, started, wait)?;
+            if !wait.is_zero() {
+                // The stop ended the former socket.
+                self.waits.check(stops)?;
+            }
+            tries += 1;
             left = wait.saturating_sub(started.elapsed());
-            stops = Some(before);
         }
+    }
+
+    /// Moves leases and puts from the connection that [`Connection::wait`] used. Returns whether the broker still knows all of them.
+    pub(super) fn take_over(&self, from: &Self, leases: &[Lease], puts: Vec<Token>) -> Result<bool> {
+        if ptr::eq(self, from) {
+            return Ok(true);
+        }
+        let resumed = self.request(Duration::ZERO, |exchange, _| {
+            let leases = leases.iter().map(|lease| lease.hold.held.resumption()).collect();
+            resume_on(exchange, Resume { leases, puts: puts.clone() })
+        });
+        Ok(resumed?.is_empty())
+    }
+
+    /// How to open a second connection.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] on a socket without a path. `what` needs the connection.
+    pub(super) fn second_connection(&self, what: &str) -> Result<&Dialler> {
+        self.dialler.as_deref().ok_or_else(|| {
+            let problem = format!("{what} need a second connection, and this client's socket has no path: connect to a path");
+            Error::Misuse { problem }
+        })
     }
 
     /// Called during a turn.
     pub(super) fn requesting(&self) -> Requesting<'_> {
         self.requester.store(this_thread(), Ordering::Relaxed);
         Requesting(&self.requester)
-    }
-
-    pub(super) fn stops(&self) -> u64 {
-        self.stops.load(Ordering::Acquire)
-    }
-
-    /// Stops the request of another thread that waits in the broker. It is repeated after this thread's turn.
-    fn pause(&self) {
-        // If the socket is full or broken, the other thread notices soon.
-        let _ = self.try_send(&Message::Stop(Stop {}));
     }
 
     /// Gives up the pending answer. Leases and puts move to another connection, because the broker ends those of a closed one.
@@ -283,35 +302,6 @@ impl Connection {
     pub(super) fn moved(&self) {
         self.abandoned.store(false, Ordering::Release);
         lock(&self.former).clear();
-    }
-
-    /// Interrupts the wait of the pending request.
-    pub(super) fn stop(&self) -> Result<()> {
-        self.check_fork()?;
-        let stop = Message::Stop(Stop {});
-        // A request that begins in between would take the stop for a pause.
-        let (stopped, mut sent) = self.turns.exclusively(|turn| {
-            self.stops.fetch_add(1, Ordering::AcqRel);
-            (turn, self.try_send(&stop))
-        });
-        let deadline = deadline_after(self.timeout());
-        while matches!(sent, Ok(false)) {
-            let now = Instant::now();
-            if now >= deadline {
-                return Err(PeerError::Timeout { purpose: "to send", waited: self.timeout() }.into());
-            }
-            self.socket.cancel().wait(self.as_fd(), PollFlags::POLLOUT, deadline.min(now + CHECK_INTERVAL))?;
-            // After the request has ended, the stop would stop the next one.
-            sent = self.turns.exclusively(|turn| match turn.is_some() && turn == stopped {
-                true => self.try_send(&stop),
-                false => Ok(true),
-            });
-        }
-        match sent.map(drop) {
-            // A reconnect repeats the stop together with the request.
-            Err(error) if is_broken(&error) && self.dialler.is_some() => Ok(()),
-            sent => sent,
-        }
     }
 
     /// Sends a message without an answer, or a further record of a request.
@@ -469,7 +459,7 @@ impl Connection {
 
     /// An exchange for the requests of a reconnect itself.
     pub(super) fn exchange<'a>(&'a self, incoming: &'a mut Vec<u8>, answer_timeout: Duration) -> Exchange<'a> {
-        Exchange { connection: self, incoming, answer_timeout, stops: None, finished: false, waits: false }
+        Exchange { connection: self, incoming, answer_timeout, finished: false }
     }
 }
 

@@ -4,8 +4,9 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
     os::fd::OwnedFd,
+    ptr,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -18,6 +19,7 @@ use super::{
 };
 use crate::{
     broker::name::{check_component, check_name},
+    channel::deadline_after,
     driver::GRANULARITY,
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     wire::{
@@ -347,8 +349,8 @@ pub enum Found {
 /// The exclusive right to create an object or a part of it, while other processes wait.
 ///
 /// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
-/// not survive a restart of the broker, which may then give the claim to another process, and neither does a claim whose connection has an
-/// interrupted request that the broker does not stop within 100 ms. If both put the object, the second put fails with the code `exists`.
+/// not survive a restart of the broker, which may then give the claim to another process, and an interrupted request of the client can end
+/// them too. If both processes put the object, the second put fails with the code `exists`.
 #[derive(Debug)]
 pub struct Claim {
     connection: Arc<Connection>,
@@ -377,12 +379,10 @@ impl Client {
     /// # Errors
     /// As [`Client::get`].
     pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
-        let mut request = build_request(gets, wait, None)?;
-        self.0.wait(wait.unwrap_or_default(), |exchange, left| {
-            send_get(exchange, &mut request, left)?;
-            let first = exchange.receive("for the lease")?;
-            receive_leases(&self.0, exchange, gets, first)
-        })?
+        match self.find(gets, wait, None)? {
+            (leases, None) => Ok(leases),
+            (_, Some(_)) => Err(ProtocolError::Unexpected { got: "claimed", want: "lease" }.into()),
+        }
     }
 
     /// Gets a lease of an object or, if it does not exist, the claim to create it. If several processes ask for the same missing object,
@@ -391,20 +391,68 @@ impl Client {
     /// # Errors
     /// As [`Client::get`].
     pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
-        let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
-        self.0.wait(get.wait.unwrap_or_default(), |exchange, left| {
-            send_get(exchange, &mut request, left)?;
-            let gets = std::slice::from_ref(get);
-            match exchange.receive("for the lease or the claim")? {
-                (Message::Claimed(claimed), _) => {
-                    Ok(Ok(Found::Claim(Claim { connection: Arc::clone(&self.0), token: claimed.token })))
-                }
-                first => {
-                    let leases = receive_leases(&self.0, exchange, gets, first)?;
-                    Ok(leases.and_then(|mut leases| leases.pop().map(Found::Lease).ok_or_else(no_lease)))
-                }
+        match self.find(std::slice::from_ref(get), get.wait, Some(claim))? {
+            (mut leases, None) => leases.pop().map(Found::Lease).ok_or_else(no_lease),
+            (_, Some(claim)) => Ok(Found::Claim(claim)),
+        }
+    }
+
+    /// Gets leases, or a claim. If an object is missing, another connection waits for it.
+    fn find(
+        &self,
+        gets: &[Get],
+        wait: Option<Duration>,
+        claim: Option<&ClaimOf>,
+    ) -> Result<(Vec<Lease>, Option<Claim>)> {
+        let waits = wait.is_some_and(|wait| !wait.is_zero());
+        let mut request = build_request(gets, if waits { None } else { wait }, claim)?;
+        match self.0.request(Duration::ZERO, |exchange, left| self.receive(exchange, gets, &mut request, left)) {
+            Err(Error::Broker(refusal)) if waits && refusal.code == RefusalCode::Absent => {
+                self.wait_for(gets, wait, claim)
             }
-        })?
+            found => found?.map(|(leases, token)| {
+                (leases, token.map(|token| Claim { connection: Arc::clone(&self.0), token }))
+            }),
+        }
+    }
+
+    fn wait_for(
+        &self,
+        gets: &[Get],
+        wait: Option<Duration>,
+        claim: Option<&ClaimOf>,
+    ) -> Result<(Vec<Lease>, Option<Claim>)> {
+        let mut left = wait.unwrap_or_default();
+        let deadline = deadline_after(left);
+        loop {
+            let mut request = build_request(gets, wait.map(|_| left), claim)?;
+            let found = self.0.wait(left, |exchange, left| self.receive(exchange, gets, &mut request, left));
+            let (found, connection) = found?;
+            let (leases, token) = found?;
+            if let Some(token) = token {
+                return Ok((leases, Some(Claim { connection, token })));
+            }
+            // Unless the broker has restarted in between and lost them.
+            if self.0.take_over(&connection, &leases, Vec::new())? {
+                return Ok((leases, None));
+            }
+            left = deadline.saturating_duration_since(Instant::now());
+        }
+    }
+
+    /// Sends a get, and receives its leases or the token of its claim. The inner error is not the connection's.
+    fn receive(
+        &self,
+        exchange: &mut Exchange<'_>,
+        gets: &[Get],
+        request: &mut Message,
+        left: Duration,
+    ) -> Result<Result<(Vec<Lease>, Option<Token>)>> {
+        send_get(exchange, request, left)?;
+        match exchange.receive("for the lease")? {
+            (Message::Claimed(claimed), _) => Ok(Ok((Vec::new(), Some(claimed.token)))),
+            first => Ok(receive_leases(&self.0, exchange, gets, first)?.map(|leases| (leases, None))),
+        }
     }
 }
 
@@ -433,8 +481,8 @@ fn send_get(exchange: &mut Exchange<'_>, request: &mut Message, left: Duration) 
     exchange.send_first(request, &[])
 }
 
-/// Receives the leases of a get, checks them, and requests the memory that their descriptions decide. The inner error is not the connection's:
-/// the leases are released.
+/// Receives the leases of a get for a connection, checks them, and requests the memory that their descriptions decide. The inner error is not
+/// the connection's: the leases are released.
 fn receive_leases(
     connection: &Arc<Connection>,
     exchange: &mut Exchange<'_>,
@@ -447,10 +495,16 @@ fn receive_leases(
         leases.push(receive_lease(exchange, next, remaining > 0)?);
     }
     let tokens: Vec<Token> = leases.iter().map(|lease| lease.header.token).collect();
-    let release = || tokens.iter().for_each(|token| connection.release(*token, "the lease"));
+    let holder = exchange.connection;
+    let release = || {
+        // The connection of a wait is closed instead.
+        if ptr::eq(holder, &raw const **connection) {
+            tokens.iter().for_each(|token| connection.release(*token, "the lease"));
+        }
+    };
     let described = gets.iter().zip(&mut leases).map(|(get, lease)| {
         let token = lease.header.token;
-        let described = lease.describe().inspect_err(|error| connection.report(token, error.in_full()))?;
+        let described = lease.describe().inspect_err(|error| holder.report(token, error.in_full()))?;
         get.compare(&described)?;
         Ok((get.selection(token, &described)?, described))
     });

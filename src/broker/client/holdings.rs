@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     memory::Description,
-    wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
+    wire::broker::{ArrayEntry, Attached, Lifetime, Owner, ResumedLease, Token},
 };
 
 /// State that a reconnect resumes.
@@ -72,6 +72,10 @@ impl OwnLease {
     pub(super) fn new(token: Token, header: Arc<Header>, size: u64, restore: Option<Vec<RestorePart>>) -> Self {
         let (counted, restore_failed) = (AtomicBool::new(true), AtomicBool::new(false));
         Self { token, header, size, restore, counted, restore_failed, recall: Mutex::default() }
+    }
+
+    pub(super) fn resumption(&self) -> ResumedLease {
+        ResumedLease { token: self.token, id: self.header.id.clone(), size: self.size }
     }
 
     pub(super) fn is_counted(&self) -> bool {

@@ -13,8 +13,10 @@ mod recall;
 mod recalls;
 mod reconnect;
 mod records;
+mod subscription;
 mod switch;
 mod turns;
+mod waits;
 mod waker;
 mod watch;
 mod watcher;
@@ -59,7 +61,7 @@ use crate::{
 /// A connection to a broker.
 ///
 /// Clones share the connection, which carries one request at a time: a request waits for the requests of other threads, at most for the
-/// timeout. A get or a watch that waits is paused for the requests of other threads. The connection
+/// timeout. A watch, and a get or put that waits in the broker, have a connection of their own. The connection
 /// closes, and its leases and claims end, when the last clone, lease and claim are dropped. After a fork, the child must connect again: its
 /// first use of this crate closes its copies of the parent's connections. Until then the child keeps the parent's leases and names alive.
 ///
@@ -281,12 +283,15 @@ impl Client {
         }
     }
 
-    /// Interrupts the wait of another thread's request, which then fails with [`Error::Broker`] and the code `stopped`.
+    /// Ends the waits of other threads, of gets, puts and watches: they fail with [`Error::Broker`] and the code `stopped`. Does not block.
+    /// A client [without a path](Client::over) has a single connection, which then closes if one of its requests waits.
     ///
     /// # Errors
-    /// [`Error::Peer`], [`Error::System`].
+    /// [`Error::Misuse`] in a fork.
     pub fn stop(&self) -> Result<()> {
-        self.0.stop()
+        self.0.check_fork()?;
+        self.0.waits.stop();
+        Ok(())
     }
 
     /// Sends a request whose answer is one record.

@@ -307,7 +307,7 @@ impl Client {
         let request = super::new_token()?;
         upload.message.request = Some(request);
         let PutHeader { name, replace, wait_ms, lifetime, .. } = &put.header;
-        self.0.request(Duration::from_millis(wait_ms.unwrap_or(0)), |exchange, left| {
+        let mut send = |exchange: &mut Exchange<'_>, left| {
             let published = upload.send(exchange, left)?;
             // Inside the exchange, so that no reconnect can miss this put.
             match lifetime {
@@ -317,7 +317,12 @@ impl Client {
                 _ => self.0.forget_put(name),
             }
             Ok(published)
-        })
+        };
+        let Some(wait) = wait_ms else { return self.0.request(Duration::ZERO, send) };
+        let (published, other) = self.0.wait(Duration::from_millis(*wait), &mut send)?;
+        // The name's lifetime may depend on the connection.
+        self.0.take_over(&other, &[], vec![request])?;
+        Ok(published)
     }
 }
 

@@ -1,28 +1,18 @@
 //! The holder's side of a recall: the background thread receives the broker's requests on a second connection.
 
-use std::{
-    collections::HashSet,
-    fmt, io,
-    os::fd::{AsFd, BorrowedFd},
-    sync::Arc,
-    time::Instant,
-};
+use std::{collections::HashSet, fmt, sync::Arc, time::Instant};
 
 use super::{
     Client,
     connection::Connection,
-    dial::no_broker,
     holdings::OwnLease,
-    records::{buffer, receive_on, send_on, unexpected},
+    subscription::Subscription,
 };
 use crate::{
-    channel::{
-        deadline_after,
-        record::{Arrival, RecordSocket},
-    },
-    error::{Error, Result},
-    sys::{inherited::ClosedInForks, lock},
-    wire::broker::{EventKind, Events, Message, WatchHeader},
+    channel::deadline_after,
+    error::Result,
+    sys::lock,
+    wire::broker::{EventKind, WatchHeader},
 };
 
 /// A program's handler, called once.
@@ -62,36 +52,6 @@ pub(super) struct Recalls {
     fresh: Option<Subscription>,
 }
 
-/// A connection that receives only recalls.
-#[derive(Debug)]
-pub(super) struct Subscription {
-    socket: RecordSocket,
-    _closed_in_forks: ClosedInForks,
-    incoming: Vec<u8>,
-}
-
-impl Subscription {
-    /// Takes received events. `None` if there are none.
-    fn receive(&mut self) -> Result<Option<Events>> {
-        match self.socket.try_receive(&mut self.incoming) {
-            Ok(Arrival::Record(record)) => match Message::decode(&self.incoming[..record.length], record.fds.len())? {
-                Message::Events(events) => Ok(Some(events)),
-                other => Err(unexpected(&other, "events")),
-            },
-            Ok(Arrival::Broken(error)) => Err(error.into()),
-            Ok(Arrival::End) => Err(Error::system("receive recalls", io::ErrorKind::UnexpectedEof)),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-            Err(error) => Err(Error::system("receive recalls", error)),
-        }
-    }
-}
-
-impl AsFd for Subscription {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-}
-
 impl Connection {
     /// Starts to receive recalls, unless it does already. Afterwards earlier recalls are known.
     ///
@@ -123,21 +83,11 @@ impl Connection {
 
     /// Opens a connection that receives recalls, and checks for earlier recalls. Waits until `deadline` for a listener.
     fn subscribe(self: &Arc<Self>, deadline: Instant) -> Result<Subscription> {
-        let Some(dialler) = &self.dialler else {
-            let problem = "recalls need a second connection, and this client's socket has no path: connect to a path";
-            return Err(Error::Misuse { problem: problem.to_owned() });
-        };
-        let mut incoming = buffer();
-        let dialled = dialler.dial_until(deadline, 0, &mut incoming);
-        let socket = dialled.map_err(|error| no_broker(error, dialler.timeout, true))?.socket;
+        let dialler = self.second_connection("recalls")?;
         let watch = WatchHeader { recalls: true, ..WatchHeader::default() };
-        send_on(&socket, &Message::Watch(watch), &[])?;
-        match receive_on(&socket, &mut incoming, || deadline_after(dialler.timeout), "for the broker's events")? {
-            (Message::Events(_), _) => {}
-            (other, _) => return Err(unexpected(&other, "events")),
-        }
+        let (subscription, _) = Subscription::open(dialler, deadline, watch)?;
         self.find_recalled()?;
-        Ok(Subscription { _closed_in_forks: ClosedInForks::new(socket.as_fd()), socket, incoming })
+        Ok(subscription)
     }
 
     /// Marks the leases whose versions were recalled before.
@@ -191,7 +141,7 @@ impl Connection {
                 }
                 continue;
             };
-            match current.receive() {
+            match current.try_receive() {
                 Ok(None) => break Ok(()),
                 Ok(Some(events)) => {
                     let recalled = events.events.into_iter().filter(|event| event.kind == EventKind::Recalled);

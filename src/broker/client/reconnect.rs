@@ -14,6 +14,7 @@ use super::{
     Client,
     connection::Connection,
     dial::{Dialled, no_broker},
+    exchange::Exchange,
     holdings::{Header, LossReason, Notice, OwnLease},
     put,
     records::{is_broken, unexpected},
@@ -166,18 +167,12 @@ impl Connection {
     /// Resumes leases and puts. Returns the tokens that the broker does not know.
     fn resume(&self, leases: &[Arc<OwnLease>], puts: &[Token], incoming: &mut Vec<u8>) -> Result<HashSet<Token>> {
         let mut unknown = HashSet::new();
-        let lease =
-            |held: &Arc<OwnLease>| ResumedLease { token: held.token, id: held.header.id.clone(), size: held.size };
-        let leases: Vec<ResumedLease> = leases.iter().map(lease).collect();
+        let leases: Vec<ResumedLease> = leases.iter().map(|held| held.resumption()).collect();
         let chunks = leases.chunks(MAX_RESUMED).map(|leases| Resume { leases: leases.to_vec(), puts: Vec::new() });
         let puts = puts.chunks(MAX_RESUMED).map(|puts| Resume { leases: Vec::new(), puts: puts.to_vec() });
         for resume in chunks.chain(puts) {
             let mut exchange = self.exchange(incoming, self.socket.timeout());
-            exchange.send_first(&Message::Resume(resume), &[])?;
-            match exchange.receive("for leases to be resumed")? {
-                (Message::Resumed(resumed), _) => unknown.extend(resumed.lost),
-                (other, _) => return Err(unexpected(&other, "resumed")),
-            }
+            unknown.extend(resume_on(&mut exchange, resume)?);
             exchange.finish();
         }
         Ok(unknown)
@@ -284,6 +279,15 @@ impl Connection {
             let mut call = Some(call);
             run("on_recall", &mut || call.take().into_iter().for_each(|call| call()));
         }
+    }
+}
+
+/// Resumes leases and puts. Returns the tokens that the broker does not know.
+pub(super) fn resume_on(exchange: &mut Exchange<'_>, resume: Resume) -> Result<Vec<Token>> {
+    exchange.send_first(&Message::Resume(resume), &[])?;
+    match exchange.receive("for leases to be resumed")? {
+        (Message::Resumed(resumed), _) => Ok(resumed.lost),
+        (other, _) => Err(unexpected(&other, "resumed")),
     }
 }
 

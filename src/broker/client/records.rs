@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     channel::record::RecordSocket,
-    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
+    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::{HEADER_LENGTH, MAX_BODY, broker::Message},
 };
 
@@ -60,11 +60,6 @@ pub(super) fn buffer() -> Vec<u8> {
 /// Whether an error means that the broker is gone or about to exit, so that another may take its place.
 pub(super) fn is_broken(error: &Error) -> bool {
     matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
-}
-
-/// Whether a wait was stopped.
-pub(super) fn is_stopped(error: &Error) -> bool {
-    matches!(error, Error::Broker(BrokerError { code: RefusalCode::Stopped, .. }))
 }
 
 /// The error for an unexpected answer.

@@ -3,7 +3,7 @@
 use std::{
     ops::{Deref, DerefMut},
     sync::{Condvar, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use crate::{
@@ -11,9 +11,6 @@ use crate::{
     error::Result,
     sys::lock,
 };
-
-/// How long a request that waits in the broker lasts before another thread that waits too pauses it again.
-const SLICE: Duration = Duration::from_millis(100);
 
 /// Gives the receive buffer to one thread at a time. Only that thread makes requests.
 #[derive(Debug)]
@@ -27,13 +24,7 @@ struct State {
     /// `None` while a thread has it.
     buffer: Option<Vec<u8>>,
     /// How many threads wait for a turn.
-    wanted: u64,
-    /// How many threads wait until others have had their turn.
-    passing: u64,
-    /// How many turns have begun.
-    begun: u64,
-    /// Whether the request of the current turn waits in the broker, and may be stopped and repeated.
-    can_pause: bool,
+    wanted: usize,
 }
 
 /// A turn. It ends when dropped.
@@ -45,30 +36,23 @@ pub(super) struct Turn<'a> {
 
 impl Turns {
     pub(super) fn new(buffer: Vec<u8>) -> Self {
-        let state = State { buffer: Some(buffer), wanted: 0, passing: 0, begun: 0, can_pause: false };
-        Self { state: Mutex::new(state), freed: Condvar::new() }
+        Self { state: Mutex::new(State { buffer: Some(buffer), wanted: 0 }), freed: Condvar::new() }
     }
 
-    /// Waits for a turn. Calls `pause` if the current turn's request may be paused. Returns `None` after the deadline.
+    /// Waits for a turn. Returns `None` after the deadline.
     ///
     /// # Errors
     /// [`Error::Interrupted`](crate::Error::Interrupted).
-    pub(super) fn begin(&self, deadline: Instant, cancel: &Cancel, pause: impl Fn()) -> Result<Option<Turn<'_>>> {
+    pub(super) fn begin(&self, deadline: Instant, cancel: &Cancel) -> Result<Option<Turn<'_>>> {
         let mut state = lock(&self.state);
         state.wanted += 1;
-        let mut pause_at = Instant::now();
         let mut checked = Ok(());
         while state.buffer.is_none() && checked.is_ok() {
-            let now = Instant::now();
-            if state.can_pause && now >= pause_at {
-                pause();
-                pause_at = now + SLICE;
-            }
-            if now >= deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
                 break;
             }
-            let left = CHECK_INTERVAL.min(deadline - now);
-            state = self.freed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.freed.wait_timeout(state, left.min(CHECK_INTERVAL)).unwrap_or_else(PoisonError::into_inner).0;
             // The check may take long, and make requests on other connections.
             drop(state);
             checked = cancel.check_now();
@@ -84,55 +68,7 @@ impl Turns {
     }
 
     fn take(&self, state: &mut State) -> Option<Turn<'_>> {
-        let buffer = state.buffer.take()?;
-        state.begun += 1;
-        state.can_pause = false;
-        Some(Turn { turns: self, buffer })
-    }
-
-    /// Runs a short function while no turn begins or ends. Passes the number of the current turn, if there is one.
-    pub(super) fn exclusively<T>(&self, work: impl FnOnce(Option<u64>) -> T) -> T {
-        let state = lock(&self.state);
-        work(state.buffer.is_none().then_some(state.begun))
-    }
-
-    /// Sets whether other threads may pause the request of the current turn.
-    pub(super) fn allow_pause(&self, allowed: bool) {
-        lock(&self.state).can_pause = allowed;
-    }
-
-    /// Whether the request of the current turn should be paused.
-    pub(super) fn is_wanted(&self) -> bool {
-        let state = lock(&self.state);
-        state.can_pause && state.wanted > 0
-    }
-}
-
-impl<'a> Turn<'a> {
-    /// Lets the threads that wait have their turns first, for at least a slice of time, and then begins another turn.
-    ///
-    /// # Errors
-    /// As [`Turns::begin`].
-    pub(super) fn pass(self, deadline: Instant, cancel: &Cancel, pause: impl Fn()) -> Result<Option<Turn<'a>>> {
-        let turns = self.turns;
-        let others = {
-            let state = lock(&turns.state);
-            state.begun + state.wanted
-        };
-        drop(self);
-        let until = deadline.min(Instant::now() + SLICE);
-        let mut state = lock(&turns.state);
-        while state.buffer.is_none() || (state.wanted > 0 && state.begun < others) {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state.passing += 1;
-            state = turns.freed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            state.passing -= 1;
-        }
-        drop(state);
-        turns.begin(deadline, cancel, pause)
+        Some(Turn { turns: self, buffer: state.buffer.take()? })
     }
 }
 
@@ -154,10 +90,9 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.turns.state);
         state.buffer = Some(std::mem::take(&mut self.buffer));
-        state.can_pause = false;
         // A notification is a system call.
-        if state.wanted + state.passing > 0 {
-            self.turns.freed.notify_all();
+        if state.wanted > 0 {
+            self.turns.freed.notify_one();
         }
     }
 }

@@ -2,18 +2,19 @@
 
 use std::{
     collections::VecDeque,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{Client, exchange::Exchange, records::unexpected};
+use super::{Client, connection::Connection, records::is_broken, subscription::Subscription};
 use crate::{
     broker::name::check_prefix,
     channel::deadline_after,
-    error::{BrokerError, Error, PeerError, RefusalCode, Result},
-    wire::broker::{self, Event, Events, Message, Stop},
+    error::Result,
+    wire::broker::{Event, Events, WatchHeader},
 };
 
-/// The longest time between two requests, if the config's timeout is not shorter: the next request detects a broker that no longer answers.
+/// How long a watch waits for events, if the config's timeout is not shorter, before it subscribes again.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A position in a broker's event log, after the event `seq`.
@@ -45,8 +46,8 @@ pub enum Watched {
 
 /// The events of names with a common prefix, in order: see [`Client::watch`].
 ///
-/// Between calls of [`next`](Watch::next) it does not use the connection or any resource of the broker. The broker keeps only the newest
-/// events, so an unread watch may miss some.
+/// A watch has a connection of its own. If it is not read for a long time, the broker closes the connection, and the next call of
+/// [`next`](Watch::next) opens another. The broker keeps only the newest events, so an unread watch may miss some.
 ///
 /// ```
 /// # use vmmfd::broker::{Put, PutPart};
@@ -66,7 +67,9 @@ pub enum Watched {
 /// ```
 #[derive(Debug)]
 pub struct Watch {
-    client: Client,
+    connection: Arc<Connection>,
+    /// `None` if it broke.
+    subscription: Option<Subscription>,
     prefix: String,
     /// The position up to which `queue` is complete; `None` before the first answer.
     seen: Option<WatchPlace>,
@@ -81,18 +84,20 @@ impl Client {
     /// earlier watch, possibly of another process. Blocks until the broker has answered once.
     ///
     /// # Errors
-    /// [`Error::Broker`] if the broker refuses the watch, or the prefix has more than 255 bytes; [`Error::Peer`], [`Error::System`],
-    /// [`Error::Interrupted`].
+    /// [`Error::Broker`](crate::Error::Broker) if the broker refuses the watch, or the prefix has more than 255 bytes; `Error::Misuse` for a
+    /// client [without a path](Client::over) and in a fork; `Error::Peer`, `Error::System`, `Error::Interrupted`.
     pub fn watch(&self, prefix: &str, after: Option<&WatchPlace>) -> Result<Watch> {
         check_prefix(prefix)?;
+        self.0.check_fork()?;
         let mut watch = Watch {
-            client: self.clone(),
+            connection: Arc::clone(&self.0),
+            subscription: None,
             prefix: prefix.to_owned(),
             seen: after.cloned(),
             place: WatchPlace { instance: String::new(), seq: 0 },
             queue: VecDeque::new(),
         };
-        watch.fetch(Duration::ZERO)?;
+        watch.subscribe()?;
         // Not `seen`, which is already after the queued events.
         watch.place = match (after, &watch.seen) {
             (Some(after), _) => after.clone(),
@@ -104,28 +109,23 @@ impl Client {
 }
 
 impl Watch {
-    /// Returns the next event, [`Watched::Lost`] if events are missing, or `None` after `timeout`. Blocks for at most `timeout`, and
-    /// for the broker's answer; a timeout of zero only fetches available events.
-    ///
-    /// If the broker restarts, the client reconnects as for any request, and the watch continues at its position.
+    /// Returns the next event, [`Watched::Lost`] if events are missing, or `None` after `timeout`. Blocks for at most `timeout`; a timeout
+    /// of zero takes only events that have arrived. While the broker restarts, blocks longer, up to the config's timeout, and continues at
+    /// the watch's position.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `stopped` after [`Client::stop`]; [`Error::Peer`] if the broker does not answer within the
-    /// config's timeout or is gone; [`Error::System`], [`Error::Interrupted`]. The watch keeps its position, and `next` may be called
+    /// [`Error::Broker`](crate::Error::Broker) with the code `stopped` after [`Client::stop`]; `Error::Peer` if the broker does not answer within the
+    /// config's timeout or is gone; `Error::System`, `Error::Interrupted`. The watch keeps its position, and `next` may be called
     /// again.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<Watched>> {
+        self.connection.check_fork()?;
         let deadline = deadline_after(timeout);
-        let stops = self.client.0.stops();
+        let stops = self.connection.waits.stops();
         loop {
             if let Some(watched) = self.take() {
                 return Ok(Some(watched));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            self.fetch(left.min(POLL_INTERVAL.min(self.client.0.timeout())))?;
-            if self.queue.is_empty() && stops != self.client.0.stops() {
-                // Without this check, a stop that arrives while the subscription ends would be lost.
-                return Err(BrokerError::new(RefusalCode::Stopped, "the watch was stopped").into());
-            }
+            self.fetch(deadline, stops)?;
             if self.queue.is_empty() && Instant::now() >= deadline {
                 return Ok(self.take());
             }
@@ -159,44 +159,43 @@ impl Watch {
         }
     }
 
-    /// Subscribes at `seen`, waits for events and unsubscribes, so that the connection is free afterwards. If the connection breaks, it
-    /// subscribes again at the new position.
-    fn fetch(&mut self, wait: Duration) -> Result<()> {
-        let client = self.client.clone();
-        let until = deadline_after(wait);
-        client.0.wait(wait, |exchange, _| self.subscribe(exchange, until))
+    /// Receives a record of events until the deadline, or subscribes.
+    fn fetch(&mut self, deadline: Instant, stops: u64) -> Result<()> {
+        let Self { connection, subscription, .. } = self;
+        let Some(current) = subscription else { return self.subscribe() };
+        let until = deadline.min(deadline_after(connection.timeout().min(POLL_INTERVAL)));
+        let waiting = connection.waits.add(current.socket(), stops)?;
+        let received = current.receive(until);
+        drop(waiting);
+        match received {
+            Ok(Some(events)) => self.enqueue(events),
+            Ok(None) if until == deadline => {}
+            // Another subscription detects a broker that no longer answers.
+            Ok(None) => *subscription = None,
+            Err(error) => {
+                *subscription = None;
+                connection.waits.check(stops)?;
+                if !is_broken(&error) {
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
     }
 
-    fn subscribe(&mut self, exchange: &mut Exchange<'_>, until: Instant) -> Result<()> {
-        let request = Message::Watch(broker::WatchHeader {
+    /// Opens a connection and subscribes at `seen`.
+    fn subscribe(&mut self) -> Result<()> {
+        let watch = WatchHeader {
             prefix: self.prefix.clone(),
             after: self.seen.as_ref().map(|seen| seen.seq),
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),
             recalls: false,
-        });
-        exchange.send_first(&request, &[])?;
-        // The first answer arrives at once and may be empty.
-        match exchange.receive("for the broker's events")? {
-            (Message::Events(events), _) => self.enqueue(events),
-            (other, _) => return Err(unexpected(&other, "events")),
-        }
-        while self.queue.is_empty() {
-            match exchange.receive_by(Some(until), "for the broker's events") {
-                Ok((Message::Events(events), _)) => self.enqueue(events),
-                Ok((other, _)) => return Err(unexpected(&other, "events")),
-                Err(Error::Peer(PeerError::Timeout { .. })) => break,
-                Err(error) => return Err(error),
-            }
-        }
-        exchange.send(&Message::Stop(Stop {}), &[])?;
-        loop {
-            match exchange.receive("for the end of the broker's events") {
-                Ok((Message::Events(events), _)) => self.enqueue(events),
-                Ok((other, _)) => return Err(unexpected(&other, "refused")),
-                Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Stopped => return Ok(()),
-                Err(error) => return Err(error),
-            }
-        }
+        };
+        let dialler = self.connection.second_connection("watches")?;
+        let (subscription, events) = Subscription::open(dialler, deadline_after(dialler.timeout), watch)?;
+        self.subscription = Some(subscription);
+        self.enqueue(events);
+        Ok(())
     }
 
     /// Queues received events and advances `seen`.

@@ -16,8 +16,8 @@ use nix::{
 use super::{
     connection::Connection,
     dial::{Dialler, no_broker},
-    recalls::Subscription,
     records::buffer,
+    subscription::Subscription,
     waker::Waker,
 };
 use crate::{

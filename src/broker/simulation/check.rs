@@ -200,7 +200,6 @@ impl World {
             require(self.clients[client].seen == last, || {
                 format!("client {client} has seen the events up to {:?} of {last:?}", self.clients[client].seen)
             })?;
-            self.stop(client);
         }
         self.settle()?;
         self.check_keeper()?;

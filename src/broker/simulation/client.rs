@@ -62,8 +62,6 @@ pub(super) struct Pending {
     pub(super) token: Token,
     /// Whether it was sent before.
     pub(super) is_sent: bool,
-    /// Whether the client has sent a stop since it last sent the request.
-    pub(super) is_stopped: bool,
     /// The earliest time of a timeout.
     pub(super) due: std::time::Instant,
     /// Resumes this lease of another user instead.

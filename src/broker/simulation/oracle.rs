@@ -402,7 +402,6 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
         },
         RefusalCode::Exists => exists || drafts.next().is_some(),
         RefusalCode::Timeout => now >= pending.due,
-        RefusalCode::Stopped => pending.is_stopped,
         RefusalCode::Denied => {
             let owner = state.objects.owner_of(name);
             // The next change of the name may have deleted it since.

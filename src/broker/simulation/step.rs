@@ -19,8 +19,6 @@ pub(super) enum Step {
     Block(usize),
     /// A client releases its claim or its oldest lease.
     Release(usize),
-    /// A client stops its waiting request.
-    Stop(usize),
     /// A client tries to resume the lease of another user.
     Steal(usize),
     /// A client gets the memory of its oldest lease.
@@ -141,8 +139,7 @@ impl Random {
             45..59 => Step::Exchange(client),
             59..61 => Step::Turn,
             61..63 => Step::Block(client),
-            63..68 => Step::Release(client),
-            68 => Step::Stop(client),
+            63..69 => Step::Release(client),
             69 => Step::Steal(client),
             70..72 => Step::Connect(client),
             72..74 => Step::HangUp(client),

@@ -22,7 +22,7 @@ use crate::{
         server::state::{caller::ConnectionId, objects::VersionFd, time::Time},
     },
     channel::Cancel,
-    wire::broker::{Message, Release, Stop, Token},
+    wire::broker::{Message, Release, Token},
 };
 
 pub(super) const CLIENTS: usize = 3;
@@ -129,7 +129,6 @@ impl World {
             Step::Exchange(client) => self.exchange(client),
             Step::Block(client) => self.block(client),
             Step::Release(client) => self.release(client),
-            Step::Stop(client) => self.stop(client),
             Step::Steal(client) => self.steal(client),
             Step::Select(client) => self.select(client),
             Step::Connect(client) => self.connect(client),
@@ -255,7 +254,7 @@ impl World {
             _ => 0,
         };
         let due = self.now.at + Duration::from_millis(wait);
-        let pending = Pending { request, token, is_sent: false, is_stopped: false, due, steals, selects };
+        let pending = Pending { request, token, is_sent: false, due, steals, selects };
         self.oracle.asked(&self.clients[client], &pending);
         self.clients[client].pending = Some(pending);
         if self.clients[client].is_ready {
@@ -280,7 +279,7 @@ impl World {
         if pending.is_sent && self.has(Flaw::RequestsRenumbered) {
             pending.token = self.oracle.number();
         }
-        (pending.is_sent, pending.is_stopped) = (true, false);
+        pending.is_sent = true;
         let (message, fds) = self.clients[client].message(&pending);
         self.clients[client].pending = Some(pending);
         self.send(client, message, fds);
@@ -348,13 +347,6 @@ impl World {
         let lease = has_lease.then(|| it.leases.remove(0).token);
         let Some(token) = it.claim.take().or(lease) else { return };
         self.send(client, Message::Release(Release { token }), Vec::new());
-    }
-
-    pub(super) fn stop(&mut self, client: usize) {
-        let is_ready = self.clients[client].is_ready;
-        let Some(pending) = self.clients[client].pending.as_mut().filter(|_| is_ready) else { return };
-        pending.is_stopped = true;
-        self.send(client, Message::Stop(Stop {}), Vec::new());
     }
 
     fn steal(&mut self, client: usize) {

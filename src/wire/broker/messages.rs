@@ -328,9 +328,6 @@ objects! {
         pub message: String,
     }
 
-    /// Stops the wait of the unanswered request.
-    pub struct Stop {}
-
     /// Takes over the leases and puts of a closed connection.
     #[derive(Default)]
     pub struct Resume {

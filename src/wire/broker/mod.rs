@@ -17,7 +17,7 @@ pub use self::{
     messages::{
         ArrayEntry, ClaimHeader, Claimed, Delete, Done, GetHeader, GetObject, LeaseHeader, LeasePartHeader, Lifetime,
         Maker, Owner, Published, PutHeader, PutPartHeader, Recall, Refusal, Release, ReportHeader, Restore, Resume,
-        Resumed, ResumedLease, Send, Stop, Table, Token,
+        Resumed, ResumedLease, Send, Table, Token,
     },
     monitoring::{
         Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room, StoreRoom,
@@ -109,7 +109,6 @@ messages! {
     46 "refused" Refused(Refusal),
     47 "release" Release(Release),
     48 "report" Report(ReportHeader),
-    49 "stop" Stop(Stop),
     50 "resume" Resume(Resume),
     51 "resumed" Resumed(Resumed),
     52 "watch" Watch(WatchHeader),

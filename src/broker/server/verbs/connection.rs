@@ -4,7 +4,7 @@ use std::process;
 
 use super::{
     effects::{Effect, Effects},
-    get, lease, parts, publish,
+    get, parts, publish,
     reply::{refuse, reply},
     watch::page_sent,
 };
@@ -14,7 +14,7 @@ use crate::{
         client::{ClientState, PendingRequest},
         root::State,
     },
-    error::{BrokerError, ErrorCode, RefusalCode},
+    error::{BrokerError, ErrorCode},
     wire::{
         Hello, VERSION,
         broker::{BROKER, Message, NO_BACKEND},
@@ -85,8 +85,11 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
     } else if matches!(client.request, PendingRequest::Upload { .. }) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
+    } else if let PendingRequest::Parts(key) = &client.request {
+        let key = key.clone();
+        parts::wait_timed_out(state, effects, id, &key);
     } else {
-        lease::end_wait(state, effects, id, RefusalCode::Timeout);
+        get::wait_timed_out(state, effects, id);
     }
 }
 

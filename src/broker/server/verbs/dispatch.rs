@@ -6,7 +6,7 @@ use super::{
     connection::hello,
     effects::{Effect, Effects},
     get::get,
-    lease::{recall, release, report, resume, stop},
+    lease::{recall, release, report, resume},
     list::{list, stat, who},
     metrics::measure,
     publish::delete,
@@ -47,7 +47,6 @@ pub(crate) fn handle(
         Message::Busy(_) => {}
         Message::Release(message) => release(state, effects, id, message.token),
         Message::Report(message) => report(state, id, message),
-        Message::Stop(_) => stop(state, effects, id),
         Message::Received(received) => effects.push(Effect::SendNext { client: id, received: received.segments }),
         Message::Segments(message) => segments(state, effects, id, message, fds),
         other if busy => {

@@ -84,7 +84,7 @@ fn why_absent(claims: &Claims, waiting: &PendingGet, name: &str) -> String {
     why
 }
 
-pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
+pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { return };
     state.waits.remove(id, &waiting.get);
@@ -93,11 +93,7 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
     let name = missing.or(objects.first()).map_or("", |object| object.name.as_str());
     let why = why_absent(&state.claims, &waiting, name);
-    let message = match code {
-        RefusalCode::Timeout => why,
-        _ => format!("{why}: the wait was stopped"),
-    };
-    refuse(state, effects, id, BrokerError::new(code, message));
+    refuse(state, effects, id, BrokerError::new(RefusalCode::Timeout, why));
 }
 
 /// Handles a new version: releases claims on the name, and answers waiting gets.

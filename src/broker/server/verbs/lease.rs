@@ -1,14 +1,13 @@
-//! Leases: release, report, resume, recall; stopped waits.
+//! Leases: release, report, resume, recall.
 
 use super::{
     effects::Effects,
-    get, parts,
+    get,
     publish::answer_when_confirmed,
-    reply::{refuse, reply},
+    reply::reply,
 };
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::PendingRequest, objects::Resumption, root::State},
-    error::{BrokerError, RefusalCode},
+    broker::server::state::{caller::ConnectionId, objects::Resumption, root::State},
     wire::broker::{Message, Recall, ReportHeader, Resume, Resumed, ResumedLease, Token},
 };
 
@@ -29,25 +28,6 @@ pub(crate) fn report(state: &mut State, id: ConnectionId, report: ReportHeader) 
     let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
     let should_log = state.repeats.should_log(client.caller.uid, "a reader reports that memory differs from its claim");
     state.objects.report(&client.caller, report.token, report.message, should_log);
-}
-
-/// Stops the client's waiting request.
-pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
-    end_wait(state, effects, id, RefusalCode::Stopped);
-}
-
-/// Ends a request that waits for other clients.
-pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
-    let Some(client) = state.clients.get_mut(&id) else { return };
-    match &client.request {
-        PendingRequest::Parts(key) => {
-            let key = key.clone();
-            parts::end_wait(state, effects, id, &key, code);
-        }
-        PendingRequest::Object(_) => get::end_wait(state, effects, id, code),
-        PendingRequest::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was stopped")),
-        _ => {}
-    }
 }
 
 /// Moves leases and names from the client's previous connection to this one.

@@ -70,11 +70,11 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
 }
 
 /// Ends a client's wait for the other parts.
-pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
+pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey) {
     let missing = state.drafts.get(key).map_or_else(String::new, |puts| missing(puts).join(", "));
     withdraw(state, effects, id, key);
     let message = format!("`{}` is not published: the parts {missing} are missing", key.name);
-    refuse(state, effects, id, BrokerError::new(code, message));
+    refuse(state, effects, id, BrokerError::new(RefusalCode::Timeout, message));
 }
 
 fn has(puts: &[NewVersion], part: &str) -> bool {
