@@ -16,18 +16,19 @@ use nix::{
 };
 use tempfile::TempDir;
 use vmmfd::{
-    broker::{Client, Get, KeeperPath, Put, PutPart, Server, ServerConfig},
+    broker::{Client, KeeperPath, Server, ServerConfig},
     channel::{Cancel, CancelReason},
-    memory::Region,
     session::Config,
 };
 
 use crate::{
-    broker::{filled, until},
+    broker::until,
     examples,
     running::binary,
     support::{
-        Subject, in_child, parent_of,
+        Subject, in_child,
+        material::{self, put},
+        parent_of,
         served::{copied, is_alive, with_argument},
         session::spawn_alone,
     },
@@ -109,19 +110,6 @@ impl Place {
     fn client(&self) -> Client {
         Client::connect(&self.socket, &Config::default().timeout(PATIENCE)).unwrap()
     }
-
-    fn put(&self, subject: &Subject, name: &str, value: u8) {
-        let memory = filled(&subject.driver, 4 << 20, Some(2 << 20), value);
-        self.client().put(&Put::new(name).part(PutPart::of("all", &memory).unwrap())).unwrap();
-    }
-
-    /// The last byte of an object.
-    fn value(&self, subject: &Subject, name: &str) -> u8 {
-        let object = self.client().get(&Get::new(name)).unwrap().open(&subject.driver, None).unwrap();
-        let mut byte = [0];
-        object.part("all").unwrap().memory().unwrap().copy_out((4 << 20) - 1, &mut byte).unwrap();
-        byte[0]
-    }
 }
 
 impl Drop for Place {
@@ -160,7 +148,7 @@ fn embedded_objects_survive_kills() {
     let mut program = place.start();
     let first = place.keeper();
     for value in 1..4 {
-        place.put(&subject, &format!("object-{value}"), value);
+        put(&place.client(), &subject.driver, &format!("object-{value}"), value);
         // A second program is refused.
         let error = place.fail(&place.vmmfd);
         assert!(error.contains(&format!("already served by pid {}", program.id())), "{error}");
@@ -168,13 +156,13 @@ fn embedded_objects_survive_kills() {
         assert!(is_alive(first));
         program = place.start();
         for earlier in 1..=value {
-            assert_eq!(place.value(&subject, &format!("object-{earlier}")), earlier);
+            assert_eq!(material::value(&place.client(), &subject.driver, &format!("object-{earlier}"))[1], earlier);
         }
     }
     assert_eq!(place.keeper(), first);
     // A killed keeper is replaced by the same `vmmfd`, and by nothing else: `Place::keeper` checks the file.
     kill(first, Signal::SIGKILL).unwrap();
-    place.put(&subject, "object-4", 4);
+    put(&place.client(), &subject.driver, "object-4", 4);
     // The signal may end the keeper after the put.
     until(|| matches!(place.keepers()[..], [keeper] if keeper != first));
     let second = place.keeper();
@@ -182,7 +170,9 @@ fn embedded_objects_survive_kills() {
     stop(program);
     program = place.start();
     assert_eq!(place.keeper(), second);
-    (1..5).for_each(|value| assert_eq!(place.value(&subject, &format!("object-{value}")), value));
+    (1..5).for_each(|value| {
+        assert_eq!(material::value(&place.client(), &subject.driver, &format!("object-{value}"))[1], value)
+    });
     end(program);
 }
 
@@ -191,11 +181,11 @@ fn unused_keeper_ends_with_its_program() {
     let (subject, place) = (Subject::host(), Place::new());
     for _ in 0..2 {
         let program = place.start();
-        place.put(&subject, "object", 1);
+        put(&place.client(), &subject.driver, "object", 1);
         stop(program);
         let keeper = place.keeper();
         let program = place.start();
-        assert_eq!((place.keeper(), place.value(&subject, "object")), (keeper, 1));
+        assert_eq!((place.keeper(), material::value(&place.client(), &subject.driver, "object")[1]), (keeper, 1));
         place.client().delete("object").unwrap();
         stop(program);
         until(|| place.keepers().is_empty());

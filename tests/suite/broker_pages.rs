@@ -1,7 +1,6 @@
 //! Objects of a few pages of host memory. Each page contains the number of its put.
 
 use std::{
-    env,
     fs::File,
     os::{
         fd::{AsFd, OwnedFd},
@@ -13,23 +12,17 @@ use nix::{
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
 };
-use serde_json::json;
 use vmmfd::{
-    broker::{Client, Condition, Lease, Put, PutPart},
+    broker::{Client, Condition, Put, PutPart},
     driver::Backend,
     memory::{Description, Shared, Sharing, Spec},
-    wire::broker::{self, Table},
+    wire::broker,
 };
 
 use crate::support::{Subject, material::put_of_all};
 
 /// The granularity of host memory, and the smallest segment of the broker.
 pub(crate) const PAGE: u64 = vmmfd::driver::GRANULARITY;
-
-/// A number from the environment, for longer runs than the default.
-pub(crate) fn number(name: &str, default: u64) -> u64 {
-    env::var(name).map_or(default, |text| text.parse().unwrap())
-}
 
 /// A page of sealed host memory that contains the number of its put.
 pub(crate) fn page(nonce: u64) -> OwnedFd {
@@ -73,46 +66,13 @@ impl Template {
     }
 
     pub(crate) fn put(&self, client: &Client, name: &str, nonce: u64, condition: Condition) -> vmmfd::Result<u64> {
-        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
-        let segments = pages.iter().map(|page| (PAGE, page.as_fd()));
-        let part = PutPart::of_segments("all", Backend::Host, self.of(pages.len() as u64), segments)?;
-        let metadata = json!({"nonce": nonce}).as_object().unwrap().clone();
-        client
-            .put(&Put::new(name).condition(condition).metadata(metadata).part(part))
-            .map(|published| published.version)
-    }
-
-    /// The same put as a record, with its descriptors.
-    pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::PutHeader, Vec<OwnedFd>) {
-        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
-        let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
-        let put = broker::PutHeader {
-            replace,
-            metadata: Some(Table::Inline(metadata)),
-            ..self.put_of_pages(name, pages.len())
-        };
-        (put, pages)
+        let page = page(nonce);
+        let part = PutPart::of_segments("all", Backend::Host, self.of(1), [(PAGE, page.as_fd())])?;
+        client.put(&Put::new(name).condition(condition).part(part)).map(|published| published.version)
     }
 
     /// A put of so many pages, all in its first record.
     pub(crate) fn put_of_pages(&self, name: &str, pages: usize) -> broker::PutHeader {
         put_of_all(name, Backend::Host, (&self.of(pages as u64)).into(), vec![PAGE; pages])
     }
-}
-
-/// The segment count of a put: derived from its number, so that readers can check it.
-pub(crate) fn pages_of(nonce: u64) -> u64 {
-    1 + nonce % 3
-}
-
-/// The number of the put that a lease belongs to. Asserts that the object is complete.
-pub(crate) fn whole(lease: Lease) -> u64 {
-    let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
-    let segments: Vec<(u64, OwnedFd)> =
-        lease.into_parts().into_iter().flat_map(|part| part.into_segments().unwrap()).collect();
-    assert_eq!(segments.len() as u64, pages_of(nonce));
-    for (size, fd) in &segments {
-        assert_eq!((*size, nonce_of(fd)), (PAGE, nonce));
-    }
-    nonce
 }

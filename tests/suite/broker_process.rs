@@ -1,278 +1,41 @@
-//! A broker in its own process, so that its descriptors, memory and maps can be counted, and clients that write their records by hand.
+//! A connection to a broker whose records are written by hand.
 
 use std::{
-    collections::BTreeMap,
-    env,
-    fmt::Display,
     fs,
-    io::{self, IoSliceMut, Read},
+    io::{self, IoSliceMut},
     mem::MaybeUninit,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::Mutex,
-    thread,
-    time::Duration,
+    path::Path,
 };
 
 use nix::{
-    sys::{
-        resource::{Resource, setrlimit},
-        signal::{Signal, kill},
-    },
-    unistd::{Gid, Pid, Uid, setgid, setgroups, setuid},
+    poll::{PollFd, PollFlags, poll},
+    sys::resource::{Resource, getrlimit},
+    unistd::{Gid, Uid, setgid, setgroups, setuid},
 };
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
-    SocketType, bind, socket,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
 use sendfd::SendWithFd;
-use serde::{Deserialize, Serialize};
-use tempfile::TempDir;
-use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
-    broker::{Client, Quota, Server, ServerConfig},
-    channel::{Cancel, CancelReason, Trust},
-    internals,
-    session::Config,
+    broker::{Get, Put, PutPart},
     wire::{
         HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
-        broker::{BROKER, List, Measure, Measured, Message, NO_BACKEND, Summary},
+        broker::{BROKER, LeaseHeader, Measure, Measured, Message, NO_BACKEND, Published, PutHeader, Refusal},
     },
 };
 
 use crate::{
-    broker::until,
+    broker::{filled, until},
     conversation::{PATIENCE, seqpacket},
-    support::{Kind, Subject, pause, session::spawn_alone},
+    running::binary,
+    support::{
+        Subject,
+        material::get_message,
+        served::{Keeper, Served, status, stored},
+    },
 };
-
-/// The setup of the serving child; only this child has the variable.
-const SETUP: &str = "VMMFD_TEST_BROKER";
-
-/// The test that the child runs in order to serve.
-const SERVES: &str = "broker_process::the_server_maps_no_driver";
-
-/// The setup of a broker process.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Setup {
-    /// Accept memfds as GPU memory.
-    pub(crate) emulated: bool,
-    /// [`ServerConfig::timeout`], unless 0.
-    pub(crate) timeout_ms: u64,
-    /// The descriptor limit of the process, unless 0.
-    pub(crate) files: u64,
-    /// Its user and group, unless 0. Needs root.
-    pub(crate) user: u32,
-    pub(crate) allow_uids: Vec<u32>,
-    pub(crate) allow_gids: Vec<u32>,
-    /// [`Quota`]: bytes, objects, leases, connections.
-    pub(crate) quota: [Option<u64>; 4],
-    /// Whether a previous broker left its socket file, as after a kill.
-    pub(crate) after_loss: bool,
-    /// Whether it runs in a user namespace that maps no other users.
-    pub(crate) alone: bool,
-    pub(crate) path: PathBuf,
-}
-
-impl Setup {
-    pub(crate) fn of(subject: &Subject) -> Self {
-        Self { emulated: subject.kind == Kind::Fake, ..Self::default() }
-    }
-
-    fn config(&self) -> ServerConfig {
-        let mut config = ServerConfig::default();
-        (config.allow_uids, config.allow_gids) = (self.allow_uids.clone(), self.allow_gids.clone());
-        if self.emulated {
-            config = internals::emulated(config);
-        }
-        let mut quota = Quota::default();
-        [quota.bytes, quota.objects, quota.leases, quota.connections] = self.quota;
-        config.quota = quota;
-        if self.timeout_ms > 0 {
-            config.timeout = Duration::from_millis(self.timeout_ms);
-        }
-        config
-    }
-}
-
-/// Whether a descriptor is memory, by its name in /proc.
-pub(crate) fn is_memory(name: &str) -> bool {
-    name.starts_with("/memfd:") || name.starts_with("/dev/nvidia")
-}
-
-/// The CPU time of a process in ns.
-pub(crate) fn processor_time(pid: impl Display) -> u64 {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let times = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("schedstat")).ok());
-    times.map(|times| times.split(' ').next().unwrap().parse::<u64>().unwrap()).sum()
-}
-
-/// A broker in its own process.
-pub(crate) struct Process {
-    folder: TempDir,
-    pub(crate) path: PathBuf,
-    child: Child,
-    user: u32,
-}
-
-/// Connects to a broker that runs as `user`.
-pub(crate) fn connect(path: &Path, user: u32) -> vmmfd::Result<Client> {
-    Client::connect(path, &Config::default().trust(Trust { uids: vec![user] }))
-}
-
-impl Process {
-    /// Starts a broker, and waits until it serves.
-    pub(crate) fn start(mut setup: Setup) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
-        let path = folder.path().join("broker.sock");
-        setup.path.clone_from(&path);
-        if setup.after_loss {
-            // The drop leaves the socket file. The socket never listens: a fork of another test may hold a copy of it.
-            let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-            bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-            std::os::unix::fs::chown(&path, Some(setup.user), None).unwrap();
-        }
-        let program = env::current_exe().unwrap();
-        let mut command = if setup.alone {
-            let mut command = Command::new("unshare");
-            command.args(["--user", "--map-root-user"]).arg(program);
-            command
-        } else {
-            Command::new(program)
-        };
-        command.args([SERVES, "--exact", "--nocapture"]).env(SETUP, serde_json::to_string(&setup).unwrap());
-        // The server exits when its standard input closes, so it also exits if this process dies.
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
-        let child = spawn_alone(&mut command);
-        let process = Self { folder, path, child, user: setup.user };
-        until(|| Raw::dial(&process.path).is_ok());
-        process
-    }
-
-    pub(crate) fn client(&self) -> Client {
-        connect(&self.path, self.user).unwrap()
-    }
-
-    /// Runs `body` while the server is stopped.
-    pub(crate) fn while_stopped<T>(&self, body: impl FnOnce() -> T) -> T {
-        let child = Pid::from_raw(self.child.id().cast_signed());
-        kill(child, Signal::SIGSTOP).unwrap();
-        let state = || fs::read_to_string(self.file("stat")).unwrap().rsplit(") ").next().unwrap().starts_with('T');
-        until(state);
-        let result = body();
-        kill(child, Signal::SIGCONT).unwrap();
-        result
-    }
-
-    /// Requests a shutdown.
-    pub(crate) fn stop(&mut self) {
-        self.child.stdin = None;
-    }
-
-    /// Waits until the process exits.
-    #[track_caller]
-    pub(crate) fn wait_for_exit(&mut self) {
-        let begun = std::time::Instant::now();
-        while self.child.try_wait().unwrap().is_none() {
-            assert!(begun.elapsed() < PATIENCE, "the server does not end");
-            pause(begun);
-        }
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/{name}", self.child.id()))
-    }
-
-    /// The number of descriptors by name.
-    pub(crate) fn files(&self) -> BTreeMap<String, usize> {
-        let mut files = BTreeMap::new();
-        for entry in fs::read_dir(self.file("fd")).unwrap() {
-            let Ok(link) = fs::read_link(entry.unwrap().path()) else { continue };
-            let link = link.to_string_lossy().into_owned();
-            // The names of sockets and pipes contain their inode numbers.
-            *files.entry(link.split(":[").next().unwrap_or_default().to_owned()).or_default() += 1;
-        }
-        files
-    }
-
-    /// The number of memory descriptors.
-    pub(crate) fn memory_files(&self) -> usize {
-        self.files().iter().filter(|(name, _)| is_memory(name)).map(|(_, count)| count).sum()
-    }
-
-    /// Its resident memory in KiB.
-    pub(crate) fn resident(&self) -> u64 {
-        self.status("VmRSS:").strip_suffix(" kB").unwrap().parse().unwrap()
-    }
-
-    /// A value of /proc/PID/status.
-    fn status(&self, name: &str) -> String {
-        let status = fs::read_to_string(self.file("status")).unwrap();
-        status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned()
-    }
-
-    fn maps(&self) -> String {
-        fs::read_to_string(self.file("maps")).unwrap()
-    }
-
-    /// Its log, from level DEBUG.
-    pub(crate) fn log(&self) -> String {
-        fs::read_to_string(self.folder.path().join("log")).unwrap()
-    }
-
-    /// Waits until this client has the only connection.
-    #[track_caller]
-    pub(crate) fn wait_for_ends(&self, client: &Client) {
-        self.wait_for_others(client, 0);
-    }
-
-    /// Waits until the broker has `others` connections besides this client's.
-    #[track_caller]
-    pub(crate) fn wait_for_others(&self, client: &Client, others: u64) {
-        until(|| {
-            // The prefix matches no name: the list of leases may be very long.
-            let totals = client.who("no name begins so").unwrap().totals;
-            totals.iter().map(|user| user.connections).sum::<u64>() == others + 1
-        });
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if thread::panicking() {
-            eprintln!("{}", fs::read_to_string(self.folder.path().join("log")).unwrap_or_default());
-        }
-    }
-}
-
-/// Serves and does not return, if this process was started as a server.
-fn serve_if_asked() {
-    let Ok(setup) = env::var(SETUP) else { return };
-    let setup: Setup = serde_json::from_str(&setup).unwrap();
-    if setup.files > 0 {
-        setrlimit(Resource::RLIMIT_NOFILE, setup.files, setup.files).unwrap();
-    }
-    if setup.user > 0 {
-        become_user(setup.user, setup.user, &[]);
-    }
-    let log = fs::File::create(setup.path.with_file_name("log")).unwrap();
-    tracing_subscriber::fmt().with_max_level(LevelFilter::DEBUG).with_ansi(false).with_writer(Mutex::new(log)).init();
-    let cancel = Cancel::new().unwrap();
-    let server = Server::bind(&setup.path, setup.config(), &cancel).unwrap();
-    thread::spawn(move || {
-        let _ = io::stdin().read_to_end(&mut Vec::new());
-        cancel.cancel(CancelReason::Program);
-    });
-    server.run().unwrap();
-    std::process::exit(0);
-}
 
 /// Changes this process's user. Needs root.
 pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
@@ -373,23 +136,42 @@ impl Raw {
         self.receive()
     }
 
-    /// All objects that this client may read, across all pages.
+    /// The answer to a request, one record without descriptors.
     #[track_caller]
-    pub(crate) fn list(&self) -> Vec<Summary> {
-        let mut objects: Vec<Summary> = Vec::new();
-        loop {
-            let after = objects.last().map(|last| last.name.clone());
-            let list = Message::List(List { prefix: String::new(), after });
-            match self.ask(&list, &[]).unwrap() {
-                Some((Message::Objects(page), _)) => {
-                    objects.extend(page.objects);
-                    if !page.more {
-                        return objects;
-                    }
-                }
-                other => panic!("{other:?}"),
-            }
+    pub(crate) fn answer(&self, message: &Message) -> Message {
+        self.ask(message, &[]).unwrap().expect("the broker ended the connection").0
+    }
+
+    #[track_caller]
+    pub(crate) fn put(&self, put: PutHeader, fds: &[BorrowedFd<'_>]) -> Result<Published, Refusal> {
+        match self.ask(&Message::Put(Box::new(put)), fds).unwrap().unwrap().0 {
+            Message::Published(published) => Ok(published),
+            Message::Refused(refusal) => Err(refusal),
+            other => panic!("{other:?}"),
         }
+    }
+
+    /// The first record of a lease.
+    #[track_caller]
+    pub(crate) fn lease(&self, name: &str) -> LeaseHeader {
+        match self.answer(&get_message(name)) {
+            Message::Lease(lease) => *lease,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The refusal of a request.
+    #[track_caller]
+    pub(crate) fn refusal(&self, message: &Message) -> Refusal {
+        match self.answer(message) {
+            Message::Refused(refusal) => refusal,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Whether a record arrives within this time.
+    pub(crate) fn has_answer_within(&self, milliseconds: u16) -> bool {
+        poll(&mut [PollFd::new(self.as_fd(), PollFlags::POLLIN)], milliseconds).unwrap() > 0
     }
 
     /// Reads until the connection is closed, and returns the last error received.
@@ -413,36 +195,24 @@ impl AsFd for Raw {
     }
 }
 
-/// A child runs this test too, in order to serve: it must not load a driver first.
 #[test]
-fn the_server_maps_no_driver() {
-    serve_if_asked();
+fn server_maps_no_driver() {
     let subject = Subject::fake();
-    let driver = &subject.driver;
-    let server = Process::start(Setup::of(&subject));
-    let client = server.client();
-    let mapped = |maps: &str| maps.contains("cuda.so") || maps.contains("libcuda") || maps.contains("memfd:");
-    {
-        let memory = crate::broker::filled(driver, 8 << 20, Some(2 << 20), 4);
-        let part = vmmfd::broker::PutPart::of("all", &memory).unwrap();
-        client.put(&vmmfd::broker::Put::new("a").part(part)).unwrap();
-        let object = client.get(&vmmfd::broker::Get::new("a")).unwrap().open(driver, None).unwrap();
-        // This process maps both, which proves that the check can detect a driver.
-        assert!(mapped(&fs::read_to_string("/proc/self/maps").unwrap()));
-        assert!(!mapped(&server.maps()), "{}", server.maps());
-        drop(object);
-    }
-    assert!(!mapped(&server.maps()), "{}", server.maps());
-    // Four segments.
-    until(|| server.memory_files() == 4);
-}
-
-/// Each growth of the descriptor table stops a multithreaded process for milliseconds.
-#[test]
-fn descriptor_table_is_allocated_at_start() {
-    let server = Process::start(Setup::of(&Subject::host()));
-    drop(server.client());
-    let (_, hard) = nix::sys::resource::getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    let room: u64 = server.status("FDSize:").parse().unwrap();
+    let served = Served::with(Keeper::None, &subject, &binary("vmmfd"), &[]);
+    let (client, server) = (served.client(), served.pid());
+    let is_mapped = |pid: &str| {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        ["cuda.so", "libcuda", "memfd:"].iter().any(|name| maps.contains(name))
+    };
+    let memory = filled(&subject.driver, 8 << 20, Some(2 << 20), 4);
+    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let object = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
+    // This process maps both.
+    assert!(is_mapped("self") && !is_mapped(&server.to_string()));
+    drop((object, memory));
+    until(|| stored(server) == 4);
+    // Each growth of the table of descriptors stops a multithreaded process for milliseconds.
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let room = status(server, "FDSize");
     assert!(room >= hard.min(1 << 20), "room for {room} descriptors, at a limit of {hard}");
 }

@@ -1,20 +1,11 @@
 //! Recalls: which holders acknowledge, and when the memory is free.
 
 use std::{
-    collections::BTreeSet,
-    env,
-    io::{self, BufRead, BufReader, Read},
-    path::Path,
-    process::{Child, Command, Stdio},
     sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use vmmfd::{
     Error,
     broker::{Client, Condition, Get, Lease, Put, PutPart, Recall, RecallOf},
@@ -28,7 +19,6 @@ use crate::{
     support::{
         Subject,
         served::{Keeper, Served},
-        session::spawn_alone,
     },
 };
 
@@ -36,10 +26,6 @@ const MIB: u64 = 1 << 20;
 
 /// Longer than any recall takes that every holder acknowledges.
 const LONG: Duration = Duration::from_secs(600);
-
-/// The socket and the behaviour of a reader. Only a child has these variables.
-const SOCKET: &str = "VMMFD_TEST_RECALLED";
-const HEEDS: &str = "VMMFD_TEST_HEEDS_RECALL";
 
 fn put(client: &Client, subject: &Subject) {
     let memory = filled(&subject.driver, MIB, None, 1);
@@ -57,95 +43,38 @@ fn recalled(lease: &Lease) -> mpsc::Receiver<()> {
     receive
 }
 
-/// The processes of the holders that have acknowledged, or have not.
-fn pids(recall: &Recall, acknowledged: bool) -> BTreeSet<i32> {
-    recall.holders.iter().filter(|of| of.acknowledged == acknowledged).map(|of| of.lease.pid).collect()
-}
-
-/// A reader in its own process.
-struct Reader(Child);
-
-impl Reader {
-    fn start(path: &Path, heeds: bool) -> Self {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["broker_recall::result_names_silent_holders", "--exact", "--nocapture"]);
-        command.env(SOCKET, path).env(HEEDS, heeds.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
-        Self(spawn_alone(&mut command))
-    }
-
-    /// The child: ends its lease when it is recalled, and itself when its standard input is closed.
-    fn run(path: &Path) {
-        let client = Client::connect(path, &Config::default()).unwrap();
-        let lease = lease(&client);
-        let recalled = recalled(&lease);
-        println!("holds");
-        if env::var(HEEDS).unwrap() == "true" {
-            thread::spawn(move || {
-                recalled.recv().unwrap();
-                drop(lease);
-            });
-        }
-        io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    }
-
-    fn until_it_holds(&mut self) {
-        let lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
-        assert!(lines.map(Result::unwrap).any(|line| line.contains("holds")), "the reader ended");
-    }
-
-    fn pid(&self) -> i32 {
-        self.0.id().cast_signed()
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.pid()), signal).unwrap();
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        // Works for a stopped process too.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn result_names_silent_holders() {
-    if let Some(path) = env::var_os(SOCKET) {
-        return Reader::run(Path::new(&path));
-    }
     let subject = Subject::host();
     let broker = Broker::start(&subject);
     let owner = broker.client();
     put(&owner, &subject);
-    let mut readers: Vec<Reader> = (0..20).map(|at| Reader::start(&broker.path, at < 18)).collect();
-    readers.iter_mut().for_each(Reader::until_it_holds);
-    let ignoring = readers.pop().unwrap();
-    let killed = readers.pop().unwrap();
-    let stopped = readers.pop().unwrap();
+    for _ in 0..5 {
+        let lease = lease(&broker.client());
+        let recalled = recalled(&lease);
+        thread::spawn(move || {
+            recalled.recv().unwrap();
+            drop(lease);
+        });
+    }
+    // One reader reads nothing, and another one dies meanwhile.
+    let [silent, dying] = [(); 2].map(|()| Raw::greeted(&broker.path).unwrap());
+    [&silent, &dying].iter().for_each(|raw| drop(raw.lease("w")));
     owner.delete("w").unwrap();
-    stopped.signal(Signal::SIGSTOP);
-    let (watcher, victim) = (broker.client(), killed.pid());
-    let kills = thread::spawn(move || {
-        until(|| watcher.who("w").unwrap().leases.len() == 3);
-        kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    let watcher = broker.client();
+    let dies = thread::spawn(move || {
+        until(|| watcher.who("w").unwrap().leases.len() == 2);
+        drop(dying);
     });
-    let (begun, within) = (Instant::now(), Duration::from_secs(10));
+    let (begun, within) = (Instant::now(), Duration::from_secs(2));
     let result = owner.recall("w", RecallOf::Current, within).unwrap();
-    kills.join().unwrap();
+    dies.join().unwrap();
     // Only the deadline ended the recall, and it is no acknowledgement.
     assert!(begun.elapsed() >= within && !result.is_complete() && !result.free && !result.kept, "{result:?}");
-    assert_eq!(pids(&result, false), BTreeSet::from([stopped.pid(), ignoring.pid()]));
-    let others = readers.iter().map(Reader::pid).chain([killed.pid()]);
-    assert_eq!(pids(&result, true), others.collect());
+    assert_eq!(result.holders.iter().filter(|of| of.acknowledged).count(), 6);
     assert!(result.holders.iter().all(|of| of.lease.size == 2 * MIB && of.lease.recalled), "{result:?}");
-    stopped.signal(Signal::SIGCONT);
-    until(|| owner.who("w").unwrap().leases.len() == 1);
-    drop(ignoring);
-    let ids = [result.holders[0].lease.id.clone()];
-    let result = owner.recall_ids("w", &ids, LONG).unwrap();
-    assert!(result.is_complete() && result.free, "{result:?}");
+    drop(silent);
+    until(|| owner.who("w").map_or(0, |held| held.leases.len()) == 0);
     assert_eq!(owner.metrics().unwrap().versions, 0);
 }
 
@@ -226,25 +155,6 @@ fn recall_survives_server_restarts() {
     drop(held);
     let result = recall.join().unwrap().unwrap();
     assert_eq!((result.holders.len(), result.is_complete(), result.free), (1, true, true), "{result:?}");
-}
-
-#[test]
-fn stop_interrupts_recall() {
-    let subject = Subject::host();
-    let broker = Broker::start(&subject);
-    let owner = broker.client();
-    put(&owner, &subject);
-    let held = lease(&broker.client());
-    let recalled = recalled(&held);
-    let waiting = owner.clone();
-    let recall = thread::spawn(move || waiting.recall("w", RecallOf::Current, LONG));
-    recalled.recv_timeout(LONG).unwrap();
-    until(|| {
-        owner.stop().unwrap();
-        thread::sleep(Duration::from_millis(50));
-        recall.is_finished()
-    });
-    assert_eq!(refused(recall.join().unwrap()).0, RefusalCode::Stopped);
 }
 
 #[test]

@@ -1,22 +1,33 @@
-//! A broker that survives the death of its server or its keeper, and an upgrade of its program.
+//! Clients, objects and starts of a broker whose server or keeper dies. The simulation has the orders of events.
 
-use std::{fs, os::unix::fs::PermissionsExt, sync::mpsc, thread, time::Duration};
+use std::{
+    fs, io,
+    os::unix::fs::PermissionsExt,
+    process::{Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
 
-use nix::sys::signal::{Signal, kill};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use vmmfd::{
     broker::{Client, Get, Lifetime, Put, PutPart, Watched},
     session::Config,
-    wire::broker::{self, Delete, Message, Published, Release, Resume, Resumed, ResumedLease, Token, Who},
+    wire::broker::Message,
 };
 
 use crate::{
     broker::{filled, until},
-    broker_process::{Raw, become_user},
+    broker_process::Raw,
     running::binary,
-    support::material::{Material, get_message, token, value},
     support::{
-        Subject, in_fork,
-        served::{Keeper, Served, is_alive},
+        Subject,
+        material::{get_message, put, value},
+        served::{Keeper, Served, is_alive, stored},
+        session::Session,
     },
 };
 
@@ -28,69 +39,28 @@ cases! {
 
 const MIB: u64 = 1 << 20;
 
-fn small(subject: &Subject, value: u8) -> Material {
-    Material::of(&filled(&subject.driver, 4 * MIB, Some(2 * MIB), value))
-}
-
-#[track_caller]
-fn put(raw: &Raw, material: &Material, name: &str, replace: bool) -> Published {
-    let put = broker::PutHeader { replace, request: Some(token()), ..material.put(name) };
-    match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
-        Some((Message::Published(published), _)) => published,
-        other => panic!("{other:?}"),
-    }
-}
-
-#[track_caller]
-fn lease(raw: &Raw, name: &str) -> ResumedLease {
-    match raw.ask(&get_message(name), &[]).unwrap() {
-        Some((Message::Lease(lease), _)) => ResumedLease { token: lease.token, id: lease.id, size: 1 },
-        other => panic!("{other:?}"),
-    }
-}
-
-#[track_caller]
-fn resume(raw: &Raw, leases: &[&ResumedLease]) -> Resumed {
-    let leases = leases.iter().map(|lease| (*lease).clone()).collect();
-    match raw.ask(&Message::Resume(Resume { leases, puts: Vec::new() }), &[]).unwrap() {
-        Some((Message::Resumed(resumed), _)) => resumed,
-        other => panic!("{other:?}"),
-    }
-}
-
-/// The names with their versions and leases.
-#[track_caller]
-fn listed(raw: &Raw) -> Vec<(String, u64, u64)> {
-    raw.list().into_iter().map(|of| (of.name, of.version, of.leases)).collect()
-}
-
-fn leases(raw: &Raw) -> usize {
-    match raw.ask(&Message::Who(Who::default()), &[]).unwrap() {
-        Some((Message::Leases(page), _)) => page.leases.len(),
-        other => panic!("{other:?}"),
-    }
+/// A client that waits for the next server.
+fn client(served: &Served) -> Client {
+    Client::connect(&served.path, &Config::default().timeout(Duration::from_secs(100))).unwrap()
 }
 
 #[test]
 fn connections_during_a_restart_are_served() {
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);
-    let material = small(&subject, 1);
-    let (raw, server) = served.greeted();
-    put(&raw, &material, "a", false);
-    let keeper = served.keeper();
+    put(&served.client(), &subject.driver, "a", 1);
+    let (server, keeper) = (served.server(), served.keeper());
     // A stopped keeper hands over nothing.
     kill(keeper, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     until(|| !is_alive(server));
-    let waiting: Vec<Raw> = (0..100)
-        .map(|_| {
-            let raw = Raw::dial(&served.path).unwrap();
-            raw.send(&Raw::hello(), &[]).unwrap();
-            raw.send(&get_message("a"), &[]).unwrap();
-            raw
-        })
-        .collect();
+    let dial = |_| {
+        let raw = Raw::dial(&served.path).unwrap();
+        raw.send(&Raw::hello(), &[]).unwrap();
+        raw.send(&get_message("a"), &[]).unwrap();
+        raw
+    };
+    let waiting: Vec<Raw> = (0..100).map(dial).collect();
     kill(keeper, Signal::SIGCONT).unwrap();
     for raw in waiting {
         assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
@@ -100,175 +70,54 @@ fn connections_during_a_restart_are_served() {
 }
 
 #[test]
-fn unclaimed_leases_end_after_a_restart() {
-    let subject = Subject::host();
-    let served = Served::with(
-        Keeper::Own,
-        &subject,
-        &binary("vmmfd"),
-        &["--allow-uid", "34561", "--no-quota", "--time-limit", "resume=3s"],
-    );
-    fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
-    let (first, _) = served.greeted();
-    put(&first, &small(&subject, 1), "a", false);
-    let taken = lease(&first, "a");
-    let left = lease(&first, "a");
-    let (other, _) = served.greeted();
-    let others = lease(&other, "a");
-    served.kill_server();
-    drop((first, other));
-    let (raw, _) = served.greeted();
-    // Another user can't resume these leases, even with the tokens.
-    if nix::unistd::geteuid().is_root() {
-        in_fork(|| {
-            become_user(34561, 34561, &[]);
-            let lost = resume(&Raw::greeted(&served.path).unwrap(), &[&taken, &left]).lost;
-            lost == [taken.token, left.token]
-        });
-    }
-    let unknown = ResumedLease { token: token(), id: String::new(), size: 1 };
-    assert_eq!(resume(&raw, &[&taken, &unknown]).lost, [unknown.token]);
-    let (second, _) = served.greeted();
-    assert!(resume(&second, &[&others]).lost.is_empty());
-    assert_eq!(leases(&raw), 2);
-    // The lease `left` expires with the grace period.
-    until(|| resume(&Raw::greeted(&served.path).unwrap(), &[&left]).lost == [left.token]);
-    assert_eq!(listed(&raw), [("a".to_owned(), 1, 2)]);
-    raw.send(&Message::Release(Release { token: taken.token }), &[]).unwrap();
-    drop(second);
-    until(|| leases(&raw) == 0);
-}
-
-#[test]
-fn resumed_lease_keeps_an_unnamed_version() {
-    let subject = Subject::host();
-    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "resume=3s"]);
-    let (raw, _) = served.greeted();
-    put(&raw, &small(&subject, 1), "a", false);
-    let old = lease(&raw, "a");
-    put(&raw, &small(&subject, 2), "a", true);
-    let deleted = lease(&raw, "a");
-    let delete = Message::Delete(Delete { name: "a".to_owned(), request: None });
-    assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
-    // Closing a connection releases its resumed leases, so these connections are kept open until the server dies.
-    let mut connections = vec![raw];
-    for _ in 0..3 {
-        let (server, _) = served.kill_server();
-        let (raw, _) = served.greeted();
-        assert!(resume(&raw, &[&old, &deleted]).lost.is_empty());
-        assert!(listed(&raw).iter().all(|(name, ..)| name == "b"));
-        put(&raw, &small(&subject, 3), "b", true);
-        until(|| served.kept(server) == (6, 6));
-        connections.push(raw);
-    }
-    let (server, _) = served.kill_server();
-    let (raw, _) = served.greeted();
-    assert!(resume(&raw, &[&deleted]).lost.is_empty());
-    raw.send(&Message::Release(Release { token: deleted.token }), &[]).unwrap();
-    // The other lease expires with the grace period.
-    until(|| served.kept(server) == (2, 2));
-    assert_eq!(listed(&raw), [("b".to_owned(), 3, 0)]);
-}
-
-/// A client that missed its answer repeats the request after another client's next request.
-#[test]
-fn repeated_requests_are_done_once() {
-    let subject = Subject::host();
-    let served = Served::start(Keeper::Own, &subject);
-    let material = small(&subject, 1);
-    let send = |raw: &Raw, name: &str, request: Token| {
-        let put = broker::PutHeader { replace: true, request: Some(request), ..material.put(name) };
-        match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
-            Some((Message::Published(published), _)) => published,
-            other => panic!("{other:?}"),
-        }
-    };
-    let delete = |raw: &Raw, name: &str, request: Token| {
-        let delete = Message::Delete(Delete { name: name.to_owned(), request: Some(request) });
-        assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
-    };
-    for killed in [false, true] {
-        let (raw, _) = served.greeted();
-        let [replaced, deleted, deletion] = [token(), token(), token()];
-        let (first, second) = (send(&raw, "replaced", replaced), send(&raw, "deleted", deleted));
-        let newest = put(&raw, &material, "replaced", true);
-        delete(&raw, "deleted", deletion);
-        if killed {
-            served.kill_server();
-        }
-        let (raw, _) = served.greeted();
-        // Repeat the requests as if their answers were lost.
-        assert_eq!(send(&raw, "replaced", replaced), first);
-        assert_eq!(send(&raw, "deleted", deleted), second);
-        assert_eq!(listed(&raw), [("replaced".to_owned(), newest.version, 0)]);
-        put(&raw, &material, "deleted", false);
-        delete(&raw, "deleted", deletion);
-        assert_eq!(listed(&raw).len(), 2);
-        delete(&raw, "deleted", token());
-    }
-}
-
-#[test]
 fn requests_and_leases_survive_server_kill() {
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);
-    let connect = || Client::connect(&served.path, &Config::default().timeout(Duration::from_secs(100))).unwrap();
-    let (client, other, waiter) = (connect(), connect(), connect());
+    let [maker, other, waiter] = [(); 3].map(|()| client(&served));
     let (restored, notices) = mpsc::channel();
-    client.on_restored(move |_, notice| restored.send(notice.rebuilt).unwrap_or_default());
+    maker.on_restored(move |_, notice| restored.send(notice.rebuilt).unwrap_or_default());
+    put(&maker, &subject.driver, "a", 7);
     let memory = filled(&subject.driver, 4 * MIB, Some(2 * MIB), 7);
-    let part = || PutPart::of("all", &memory).unwrap();
-    client.put(&Put::new("a").part(part())).unwrap();
-    client.put(&Put::new("mine").lifetime(Lifetime::Maker).part(part())).unwrap();
-    let object = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
+    maker.put(&Put::new("mine").lifetime(Lifetime::Maker).part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let object = maker.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
     let get = Get::new("later").wait(Duration::from_secs(100));
     let waiting = thread::spawn(move || waiter.get(&get).unwrap().version());
-    let held = || {
-        let leases = other.who("a").unwrap().leases.into_iter();
-        leases.map(|lease| (lease.id, lease.version, lease.size, lease.uid)).collect::<Vec<_>>()
-    };
+    let held = || other.who("a").unwrap().leases.into_iter().map(|lease| (lease.id, lease.size)).collect::<Vec<_>>();
     let before = held();
-    assert_eq!(before.len(), 1);
     let mut watch = other.watch("watched/", None).unwrap();
     for round in 0..3 {
-        client.put(&Put::new(format!("watched/{round}")).part(part())).unwrap();
+        put(&maker, &subject.driver, &format!("watched/{round}"), 1);
         served.kill_server();
         assert!(!notices.recv_timeout(Duration::from_secs(100)).unwrap() && object.is_held());
-        assert_eq!(held(), before, "the same lease, and no other");
+        assert!(before.len() == 1 && held() == before, "the same lease, and no other");
     }
     other.stat("mine", None).unwrap();
-    client.put(&Put::new("watched/last").part(part())).unwrap();
+    put(&maker, &subject.driver, "watched/last", 1);
     // A restarted server does not have the events before its start.
-    let mut has_lost = false;
-    loop {
-        match watch.next(Duration::from_secs(100)).unwrap() {
-            Some(Watched::Event(event)) if event.name == "watched/last" => break,
-            Some(Watched::Event(_)) => {}
-            Some(_) => has_lost = true,
-            None => panic!("the event does not arrive"),
-        }
-    }
-    assert!(has_lost);
-    assert!(!waiting.is_finished());
-    other.put(&Put::new("later").part(part())).unwrap();
+    let next = || watch.next(Duration::from_secs(100)).unwrap().expect("the event does not arrive");
+    let seen: Vec<Watched> = std::iter::repeat_with(next)
+        .take_while(|next| !matches!(next, Watched::Event(event) if event.name == "watched/last"))
+        .collect();
+    assert!(seen.contains(&Watched::Lost) && !waiting.is_finished(), "{seen:?}");
+    put(&other, &subject.driver, "later", 1);
     assert_eq!(waiting.join().unwrap(), 1);
     // Dropping the client releases the lease, and deletes the object whose lifetime is tied to its maker.
-    drop((object, client));
+    drop((object, maker));
     until(|| held().is_empty() && other.stat("mine", None).is_err());
 }
 
 fn readers_restore_lost_objects(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
-    let (raw, server) = served.greeted();
-    let material = small(&subject, 5);
-    for (name, replace) in [("a", false), ("a", true), ("unread", false)] {
-        put(&raw, &material, name, replace);
+    let clients = [(); 2].map(|()| client(&served));
+    for (name, value) in [("a", 4), ("a", 5), ("unread", 1)] {
+        put(&clients[0], &subject.driver, name, value);
     }
-    // No client holds this token after the crash.
-    let unread = lease(&raw, "unread");
-    let instance = resume(&raw, &[]).instance;
-    let clients = [(); 2].map(|()| Client::connect(&served.path, &Config::default()).unwrap());
+    let server = served.server();
+    let listed = |client: &Client| {
+        let list = client.list("").unwrap();
+        list.into_iter().map(|of| (of.name, of.version, of.leases)).collect::<Vec<_>>()
+    };
     let leases = clients.each_ref().map(|client| client.get(&Get::new("a")).unwrap());
     let before = clients[0].stat("a", None).unwrap();
     served.kill_both();
@@ -276,14 +125,80 @@ fn readers_restore_lost_objects(mut subject: Subject) {
     served.wait_for_log("the previous broker, and its keeper if it had one, stopped", 1);
     served.wait_for_log(&format!("pid={server}"), 1);
     // The clients send no request: they reconnect because they hold leases.
-    let (raw, server) = served.greeted();
-    until(|| listed(&raw) == [("a".to_owned(), 2, 2)]);
-    let resumed = resume(&raw, &[&unread]);
-    assert_eq!((resumed.instance != instance, resumed.lost), (true, vec![unread.token]));
+    let other = client(&served);
+    until(|| listed(&other) == [("a".to_owned(), 2, 2)]);
     assert_eq!(clients[0].stat("a", None).unwrap(), before);
     assert_eq!(value(&clients[1], &subject.driver, "a"), [5; 2]);
-    until(|| leases.iter().all(|lease| lease.is_held()));
-    until(|| served.kept(server) == (2, 2));
+    until(|| leases.iter().all(|lease| lease.is_held()) && served.kept(served.server()) == (2, 2));
     drop(leases);
-    until(|| listed(&raw) == [("a".to_owned(), 2, 0)]);
+    until(|| listed(&other) == [("a".to_owned(), 2, 0)]);
+}
+
+/// `serve` under a limit with which it can't hold an object.
+#[test]
+fn low_descriptor_limit_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 256; exec \"$0\" serve --socket \"$1\""]);
+    command.arg(binary("vmmfd")).arg(folder.path().join("socket")).stderr(Stdio::piped());
+    let mut child = Session::start(&mut command).unwrap();
+    let text = io::read_to_string(child.stderr.take().unwrap()).unwrap();
+    assert!(!child.wait().unwrap().success() && text.contains("RLIMIT_NOFILE") && text.contains("ulimit -n"), "{text}");
+}
+
+/// execve(2) limits arguments and environment to a quarter of the stack limit, but at least 128 KiB: this leaves 2 KiB of 256.
+const FULL_ENVIRONMENT: &str = "ulimit -s 1024; used=$(($(env | wc -c) + $(env | wc -l) * 8)); \
+    more=$(((256 * 1024 - used - 2048) / 2)); export FIRST=$(head -c $more /dev/zero | tr '\\0' x); \
+    export SECOND=$FIRST; exec";
+
+#[test]
+fn full_environment_keeps_restarts_possible() {
+    let subject = Subject::host();
+    let served = Served::under(FULL_ENVIRONMENT, Keeper::Own, &subject, &binary("vmmfd"), &[]);
+    let client = client(&served);
+    let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
+    client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let all = stored(served.server());
+    served.kill_server();
+    served.kill_keeper();
+    let keeper = served.keeper();
+    kill(keeper, Signal::SIGTERM).unwrap();
+    until(|| served.keeper() != keeper && served.kept(served.server()) == (all, all));
+    assert_eq!(value(&client, &subject.driver, "many"), [9; 2]);
+}
+
+#[test]
+fn unread_stderr_blocks_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker.sock");
+    let mut child = Command::new(binary("vmmfd"));
+    child.args(["serve", "-vv", "--socket"]).arg(&path).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = Session::start(&mut child).unwrap();
+    let stderr = child.stderr.take().unwrap();
+    let connect = || Client::connect(&path, &Config::default());
+    until(|| connect().is_ok());
+    // Each connection writes several log lines: together more than the pipe and the queue hold.
+    (0..1500).for_each(|_| drop(connect().unwrap()));
+    put(&connect().unwrap(), &Subject::host().driver, "a", 3);
+    let read = thread::spawn(move || io::read_to_string(stderr).unwrap());
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
+    assert!(child.wait().unwrap().success());
+    let log = read.join().unwrap();
+    assert!(log.contains("lines of the log were dropped"), "{} bytes", log.len());
+}
+
+#[test]
+fn folder_lock_prevents_no_start() {
+    let served = Served::start(Keeper::Own, &Subject::host());
+    let folder = served.path.parent().unwrap().to_owned();
+    assert_eq!(served.stop(), Some(0));
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");
+    // Any user can lock a folder that it can open.
+    let locked = fs::File::open(&folder).unwrap();
+    locked.lock().unwrap();
+    served.manager.start_again();
+    served.greeted();
+    assert!(!served.log().contains("previous"), "{}", served.log());
+    let lock = fs::metadata(folder.join(".broker.sock.lock")).unwrap();
+    assert_eq!(lock.permissions().mode() & 0o777, 0o600);
 }

@@ -1,18 +1,12 @@
 //! `vmmfd status`, logged crashes, the options file, and access to the socket file.
 
-use std::{
-    fs,
-    os::unix::fs::{MetadataExt, PermissionsExt},
-    path::Path,
-    process::Command,
-};
+use std::{fs, os::unix::fs::MetadataExt, path::Path, process::Command};
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use vmmfd::{
-    broker::{Client, Get, Put, PutPart, Server, ServerConfig},
+    broker::{Put, PutPart, Server, ServerConfig},
     channel::Cancel,
-    session::Config,
 };
 
 use crate::{
@@ -45,39 +39,28 @@ fn status(path: &Path) -> Value {
     value
 }
 
-fn shows_processes_and_restarts(keeper: Keeper) {
-    let subject = Subject::host();
-    let served = Served::start(keeper, &subject);
-    let keeper = served.keeper();
-    let shown = status(&served.path);
-    assert_eq!((&shown["pid"], &shown["keeper"]["pid"]), (&served.server().as_raw().into(), &keeper.as_raw().into()));
-    assert_eq!((&shown["restarts"], &shown["socket"]), (&json!(0), &json!(text(&served.path))));
-    let started = |of: &Value| of["started_ms"].as_u64().unwrap();
-    assert!(shown["store"]["used"].as_u64() > Some(0), "{shown}");
-    assert!(started(&shown["keeper"]) <= started(&shown), "the keeper starts first: {shown}");
-
-    // A new process has taken over when it holds the object.
-    let client = Client::connect(&served.path, &Config::default()).unwrap();
-    let memory = filled(&subject.driver, 2 << 20, None, 1);
-    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
-    drop(client);
-    served.kill_server();
-    served.kill_keeper();
-    served.wait_for_log(&format!("the keeper crashed pid={keeper}"), 1);
-    let (server, _) = served.kill_server();
-    let shown = status(&served.path);
-    assert_eq!((&shown["pid"], &shown["restarts"]), (&server.as_raw().into(), &json!(2)));
-    assert_eq!(shown["keeper"]["pid"], served.keeper().as_raw());
-}
-
 #[test]
 fn status_shows_processes_and_restarts() {
-    shows_processes_and_restarts(Keeper::Own);
-}
-
-#[test]
-fn status_shows_units_and_their_restarts() {
-    shows_processes_and_restarts(Keeper::Apart);
+    let subject = Subject::host();
+    for keeper in [Keeper::Own, Keeper::Apart] {
+        let served = Served::start(keeper, &subject);
+        let keeper = served.keeper();
+        let shown = status(&served.path);
+        let pids = (&shown["pid"], &shown["keeper"]["pid"]);
+        assert_eq!(pids, (&served.server().as_raw().into(), &keeper.as_raw().into()));
+        assert_eq!((&shown["restarts"], &shown["socket"]), (&json!(0), &json!(text(&served.path))));
+        assert!(shown["keeper"]["started_ms"].as_u64() <= shown["started_ms"].as_u64(), "{shown}");
+        // A new process has taken over when it holds the object.
+        let memory = filled(&subject.driver, 2 << 20, None, 1);
+        served.client().put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+        served.kill_server();
+        served.kill_keeper();
+        served.wait_for_log(&format!("the keeper crashed pid={keeper}"), 1);
+        let (server, _) = served.kill_server();
+        let shown = status(&served.path);
+        assert_eq!((&shown["pid"], &shown["restarts"]), (&server.as_raw().into(), &json!(2)));
+        assert_eq!(shown["keeper"]["pid"], served.keeper().as_raw());
+    }
 }
 
 #[test]
@@ -121,16 +104,14 @@ fn total_crash_is_reported_at_next_start() {
 
 #[test]
 fn second_broker_is_refused_with_a_pid() {
-    let subject = Subject::host();
-    let served = Served::start(Keeper::Apart, &subject);
+    let served = Served::start(Keeper::Apart, &Subject::host());
     let place = Meeting::host();
     let second = || vmmfd(&place, &["serve", "--no-keeper", "--socket", text(&served.path)]).end();
     let other = place.folder().join("other.sock");
-    let same_keeper = ["serve", "--keeper", text(&served.keeper_path), "--socket", text(&other)].map(str::to_owned);
+    let same_keeper = ["serve", "--keeper", text(&served.keeper_path), "--socket", text(&other)];
     for _ in 0..2 {
         second().code(5).says(&format!("already served by pid {}\n", served.server()));
-        let ended = vmmfd(&place, &same_keeper.each_ref().map(|word| &**word)).end();
-        ended.code(5).says(&format!("it already serves pid {}", served.server()));
+        vmmfd(&place, &same_keeper).end().code(5).says(&format!("it already serves pid {}", served.server()));
         served.kill_server();
     }
     // While no server runs, the keeper's socket still carries the dead server's pid, which the error must not name.
@@ -146,62 +127,48 @@ fn removed_socket_admits_no_second_broker() {
     let subject = Subject::host();
     let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "file=1h"]);
     let place = Meeting::host();
+    // Each server takes over the socket of the previous server.
+    let (server, _) = served.kill_server();
+    fs::remove_file(&served.path).unwrap();
+    let words = format!("pid {server} still serves {}, although the socket's file was removed", text(&served.path));
+    let embedded = Server::bind(&served.path, ServerConfig::default(), &Cancel::new().unwrap());
+    assert_eq!(embedded.unwrap_err().to_string(), words);
+    // The failed start of a server and its keeper leaves the first broker's mark.
     for _ in 0..2 {
-        // Each server takes over the socket of the previous server.
-        let (server, _) = served.kill_server();
-        fs::remove_file(&served.path).unwrap();
-        let words = format!("pid {server} still serves {}, although the socket's file was removed", text(&served.path));
-        let embedded = Server::bind(&served.path, ServerConfig::default(), &Cancel::new().unwrap());
-        assert_eq!(embedded.unwrap_err().to_string(), words);
-        // The failed start of a server and its keeper leaves the first broker's mark.
-        for _ in 0..2 {
-            let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
-            ended.code(5).says(&words).says("hint: stop that process");
-        }
-        kill(server, Signal::SIGHUP).unwrap();
-        served.wait_for_another(server, std::time::Instant::now());
-        served.greeted();
+        let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
+        ended.code(5).says(&words).says("hint: stop that process");
     }
+    kill(server, Signal::SIGHUP).unwrap();
+    served.wait_for_another(server, std::time::Instant::now());
     assert!(!served.log().contains("previous broker"), "{}", served.log());
 }
 
 #[test]
-fn removed_socket_is_bound_again() {
-    let subject = Subject::host();
-    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
-    let server = served.server();
-    for times in 1..=2 {
-        fs::remove_file(&served.path).unwrap();
-        served.wait_for_log("the socket's file was removed or replaced: listening at its path again", times);
-        assert_eq!(served.server(), server);
-    }
-    // The keeper has the new socket.
-    served.kill_server();
-    assert_eq!(served.log().matches("listening at its path again").count(), 2, "{}", served.log());
-    // Another broker's file stays.
-    fs::remove_file(&served.path).unwrap();
-    fs::write(&served.path, "").unwrap();
-    served.wait_for_log("so new clients can't connect: restart this broker", 1);
-    fs::remove_file(&served.path).unwrap();
-}
-
-#[test]
-fn removed_lock_file_is_created_again() {
+fn removed_files_are_created_again() {
     let subject = Subject::host();
     let place = Meeting::host();
     for keeper in [Keeper::Own, Keeper::Apart] {
         let served = Served::with(keeper, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
         let server = served.server();
+        fs::remove_file(&served.path).unwrap();
+        served.wait_for_log("the socket's file was removed or replaced: listening at its path again", 1);
         let lock = served.path.with_file_name(".broker.sock.lock");
         fs::remove_file(&lock).unwrap();
         served.wait_for_log("the socket's lock file was removed or replaced: creating it again", 1);
         until(|| fs::read_to_string(&lock).is_ok_and(|pid| pid.trim() == server.to_string()));
+        assert_eq!(served.server(), server);
         // The server looks for the socket's file only later, so the lock alone refuses the second broker.
         kill(server, Signal::SIGSTOP).unwrap();
         fs::remove_file(&served.path).unwrap();
         let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
         kill(server, Signal::SIGCONT).unwrap();
         ended.code(5).says(&format!("pid {server} still serves"));
+        // Another broker's file stays.
+        served.wait_for_log("listening at its path again", 2);
+        fs::remove_file(&served.path).unwrap();
+        fs::write(&served.path, "").unwrap();
+        served.wait_for_log("so new clients can't connect: restart this broker", 1);
+        fs::remove_file(&served.path).unwrap();
     }
 }
 
@@ -255,7 +222,6 @@ fn check_reports_each_problem() {
     for (options, words) in [
         ("VMMFD_OPTION=\"--allow-uid 7\"", "options, line 1: `VMMFD_OPTION` is not read from this file"),
         ("VMMFD_OPTIONS=\"--alow-uid 7\"", "unexpected argument '--alow-uid' found"),
-        ("VMMFD_OPTIONS=\"--quota leases=many\"", "`many` is not a number of leases"),
         ("VMMFD_OPTIONS=\"--allow-gid no-such-group\"", "`no-such-group` is not a group of this machine"),
         ("VMMFD_OPTIONS=\"--no-quota --quota leases=1\"", "cannot be used with"),
     ] {
@@ -266,17 +232,13 @@ fn check_reports_each_problem() {
         // The server fails to start with the same error.
         vmmfd(&place, &["serve", "--socket", text(&socket), "--options-file", text(&file)]).end().code(2).says(words);
     }
-    check("", &["--keeper", text(&keeper)]).code(5).says("no keeper listens there");
     fs::write(&socket, "").unwrap();
     let ended = check("", &["--keeper", text(&keeper)]);
     ended.code(2).says("not a socket").says("no keeper listens there");
     fs::remove_file(&socket).unwrap();
     let mut server = vmmfd(&place, &["serve", "--socket", text(&socket)]).start();
     server.until("listening");
-    let ended = check("", &["--keeper", text(&keeper)]);
-    ended.code(5).says("already served by pid").says("no keeper listens there");
-    fs::remove_file(&socket).unwrap();
-    check("", &[]).code(5).says("although the socket's file was removed");
+    check("", &[]).code(5).says("already served by pid");
     server.signal(Signal::SIGTERM);
     server.end().code(0);
     check("", &[]).code(0);
@@ -307,66 +269,5 @@ fn socket_follows_options_at_start() {
         kill(server, Signal::SIGHUP).unwrap();
         served.wait_for_another(server, std::time::Instant::now());
         assert_eq!(mode(&served.path), wanted, "{options}: {}", served.log());
-    }
-}
-
-mod root {
-    use super::*;
-    use crate::{broker_process::become_user, support::in_fork};
-
-    const TEAM: u32 = 34570;
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn socket_is_for_the_allowed_group() {
-        let subject = Subject::host();
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("options");
-        let allow = |options: &str| fs::write(&file, format!("VMMFD_OPTIONS='{options}'\n")).unwrap();
-        allow("");
-        let served = Served::with(Keeper::Apart, &subject, &binary("vmmfd"), &["--options-file", text(&file)]);
-        fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
-        let connects = |uid: u32, gid: u32| {
-            in_fork(|| {
-                become_user(uid, gid, &[]);
-                Client::connect(&served.path, &Config::default()).is_ok_and(|client| client.list("").is_ok())
-            });
-        };
-        let refused = |uid: u32, gid: u32| {
-            in_fork(|| {
-                become_user(uid, gid, &[]);
-                let config = Config::default().timeout(std::time::Duration::from_millis(500));
-                Client::connect(&served.path, &config).is_err()
-            });
-        };
-        refused(34561, TEAM);
-        allow(&format!("--allow-gid {TEAM}"));
-        served.kill_server();
-        let socket = fs::metadata(&served.path).unwrap();
-        assert_eq!((socket.mode() & 0o777, socket.gid(), socket.uid()), (0o660, TEAM, 0));
-        connects(34561, TEAM);
-        refused(34561, 34561);
-        // A group is no longer allowed: the next server sets the mode of the socket file to match.
-        allow("--allow-uid 34562");
-        served.kill_server();
-        assert_eq!(mode(&served.path), 0o666);
-        refused(34561, TEAM);
-        connects(34562, 34562);
-    }
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn status_of_foreign_broker_shows_own_objects() {
-        let subject = Subject::host();
-        let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561"]);
-        fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
-        let root = Client::connect(&served.path, &Config::default()).unwrap();
-        drop(root.get(&Get::new("none")));
-        in_fork(|| {
-            become_user(34561, 34561, &[]);
-            let client = Client::connect(&served.path, &Config::default()).unwrap();
-            let metrics = client.metrics().unwrap();
-            metrics.totals.iter().all(|total| total.uid == 34561) && metrics.pid.is_some()
-        });
     }
 }

@@ -10,6 +10,7 @@ use rustix::net::{SocketFlags, accept_with};
 use serde_json::{Value, json};
 use vmmfd::{
     Error,
+    broker::Put,
     channel::{Cancel, Channel},
     driver::{Backend, Choice, open},
     error::PeerError,
@@ -24,16 +25,15 @@ use vmmfd_cli::check::DataVerifier;
 
 use crate::{
     broker::filled,
-    broker_process::{Process, Raw, Setup},
+    broker_process::Raw,
     conversation::{PATIENCE, listening},
-    support::Subject,
-    support::material::Material,
+    support::{Subject, material::Material, served::Served},
 };
 
 const MIB: u64 = 1 << 20;
 
 /// A record with any text as its body, which claims `fds` descriptors.
-fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
+pub(crate) fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
     let length = (body.len() as u32).to_le_bytes();
     [b"VMFD\x01\x00", &kind.to_le_bytes()[..], &length, &fds.to_le_bytes(), body.as_bytes()].concat()
 }
@@ -207,7 +207,7 @@ fn consumer_refuses_each_violation() {
         |first: u64, sizes: &[u64], fds: u32| record(4, &json!({"first": first, "sizes": sizes}).to_string(), fds);
     let (half, verdict) = (2 * MIB, record(6, r#"{"verified":true}"#, 0));
     let mut cases = of_any_record(7, "{}", &greeted);
-    let offers: [(&str, &str, Value); 16] = [
+    let offers: [(&str, &str, Value); 20] = [
         ("offer without memory", "/memory", json!(null)),
         ("offer of another object", "/object", json!("x")),
         ("unknown access", "/access", json!("wo")),
@@ -220,6 +220,14 @@ fn consumer_refuses_each_violation() {
         ("UUID with a prefix", "/memory/device/uuid", json!("GPU-00112233-4455-6677-8899-aabbccddeeff")),
         ("writable and immutable", "/memory/immutable", json!(1)),
         ("no part", "/part", json!(null)),
+        ("pointer of segments", "/memory/pointer", json!("00".repeat(64))),
+        ("pool without a pool", "/memory/mechanism", json!("pool")),
+        ("legacy memory without a pointer", "/memory/mechanism", json!("legacy")),
+        (
+            "part that overflows",
+            "/part",
+            json!({"first": u64::MAX, "segments": u64::MAX, "offset": u64::MAX, "size": u64::MAX}),
+        ),
         ("part beyond the memory", "/part/size", json!(6 * MIB)),
         ("part of no segments", "/part/segments", json!(0)),
         ("buffer in a handoff", "/buffer", json!(1)),
@@ -267,11 +275,15 @@ fn consumer_refuses_each_violation() {
 #[test]
 fn broker_refuses_each_violation() {
     let subject = Subject::host();
-    let server = Process::start(Setup::of(&subject));
+    let served = Served::alone(&[]);
     let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1));
     let hello = r#"{"version":1,"capabilities":["broker"],"backend":"none","pid":1,"timeout_ms":20000}"#;
     let greeted = [record(1, hello, 0)];
     let waiting = [record(1, hello, 0), record(35, r#"{"objects":[{"name":"x"}],"wait_ms":60000}"#, 0)];
+    // A lease of three records.
+    let leased = [record(1, hello, 0), record(35, r#"{"objects":[{"name":"long"}]}"#, 0)];
+    let long = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(600);
+    served.client().put(&Put::new("long").part(long.part())).unwrap();
     let put = json!({"name": "x", "backend": "host", "parts": [{"name": "all", "memory": memory.memory}], "sizes": [2 * MIB]});
     let mut cases = of_any_record(38, r#"{"prefix":""}"#, &greeted);
     let puts: [(&str, &str, Value, &str); 19] = [
@@ -317,18 +329,20 @@ fn broker_refuses_each_violation() {
         violation("put with a descriptor too many", &greeted, record(32, &text, 1), 2, "protocol"),
         violation("segments without a put", &greeted, record(4, r#"{"first":0,"sizes":[1]}"#, 1), 1, "protocol"),
         violation("received without a lease", &greeted, record(5, r#"{"segments":0}"#, 0), 0, "protocol"),
+        violation("received of nothing", &leased, record(5, r#"{"segments":0}"#, 0), 0, "protocol"),
+        violation("received of all segments", &leased, record(5, r#"{"segments":600}"#, 0), 0, "protocol"),
         violation("second request", &waiting, record(42, r#"{"prefix":""}"#, 0), 0, "protocol"),
         violation("get of nothing", &greeted, get(""), 0, "invalid"),
         violation("get of an absent object", &greeted, get(r#"{"name":"x"}"#), 0, "absent"),
         violation("range as an array", &greeted, get(r#"{"name":"x","parts":{"a":[[0,1]]}}"#), 0, "protocol"),
     ]);
     for case in &cases {
-        let raw = Raw::dial(&server.path).unwrap();
+        let raw = Raw::dial(&served.path).unwrap();
         check(case, &raw, &memory.fds(), || match raw.receive().unwrap()?.0 {
             broker::Message::Error(failure) => Some(failure.code.to_string()),
             broker::Message::Refused(refusal) => Some(refusal.code.to_string()),
             other => Some(format!("kind {}", other.name())),
         });
     }
-    assert!(server.client().list("").unwrap().is_empty());
+    assert_eq!(served.client().list("").unwrap().len(), 1);
 }

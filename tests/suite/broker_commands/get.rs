@@ -28,50 +28,43 @@ fn object_outlives_its_process(broker: Broker) {
     let bytes = data(5_000_003);
     let put = broker.put("models/tiny", &bytes, &["--digest", "--meta", r#"{"engine": "x"}"#]);
     assert_eq!((&put["name"], &put["version"], &put["size"]), (&json!("models/tiny"), &json!(1), &json!(5_000_003)));
-    assert_eq!(put["backend"], broker.place.backend());
-    let digest = format!("blake3:{}", blake3(&bytes));
-    assert_eq!(put["digest"], digest);
+    let digest = json!(format!("blake3:{}", blake3(&bytes)));
+    assert_eq!((&put["backend"], &put["digest"]), (&json!(broker.place.backend()), &digest));
 
     let copy = broker.place.folder().join("copy");
     let got = broker.json(&["get", "models/tiny", "--to", text(&copy)]);
     assert_eq!(fs::read(&copy).unwrap(), bytes);
-    assert_eq!((&got["verified"], &got["to"]), (&json!(true), &json!(text(&copy))));
-    assert_eq!((&got["id"], &got["metadata"]), (&put["id"], &json!({"engine": "x"})));
-    assert_eq!((&got["parts"][0]["name"], &got["parts"][0]["expected"]), (&json!("all"), &json!(digest)));
+    assert_eq!((&got["verified"], &got["to"], &got["id"]), (&json!(true), &json!(text(&copy)), &put["id"]));
+    assert_eq!((&got["metadata"], &got["parts"][0]["expected"]), (&json!({"engine": "x"}), &digest));
     // An existing file is replaced only with `--force`.
     assert!(broker.refusal(&["get", "models/tiny", "--to", text(&copy)], 2, "usage").contains("--force"));
     broker.end(&["get", "models/tiny", "--to", text(&copy), "--force"]).code(0);
 
-    let listed = broker.json(&["ls"]);
-    let listed = &listed["objects"][0];
-    assert_eq!((&listed["name"], &listed["version"], &listed["leases"]), (&json!("models/tiny"), &json!(1), &json!(0)));
+    let listed = &broker.json(&["ls"])["objects"][0];
+    assert_eq!((&listed["name"], &listed["size"], &listed["leases"]), (&put["name"], &put["size"], &json!(0)));
     assert_eq!((&listed["devices"], &listed["backend"]), (&json!([put["device"]]), &put["backend"]));
-    assert_eq!(listed["size"], 5_000_003);
     assert_eq!(listed["owner"]["uid"], nix::unistd::geteuid().as_raw());
     let stat = broker.json(&["stat", "models/tiny"]);
     assert_eq!((&stat["summary"], &stat["metadata"]), (listed, &json!({"engine": "x"})));
-    assert_eq!((&stat["parts"][0]["digest"], &stat["versions"]), (&json!(digest), &json!([1])));
+    assert_eq!((&stat["parts"][0]["digest"], &stat["versions"]), (&digest, &json!([1])));
     assert_eq!(stat["parts"][0]["maker"]["command"], "vmmfd");
-    assert!(broker.end(&["stat", "models/tiny"]).code(0).stdout.contains("as claimed"));
     assert_eq!(broker.end(&["ls"]).code(0).stdout, "models/tiny\n");
     assert_eq!(broker.end(&["ls", "models/u"]).code(0).stdout, "");
 }
 
 fn absent_objects_exit_with_1(broker: Broker) {
     broker.put("a", &data(10), &[]);
+    let copy = broker.place.folder().join("copy");
     for arguments in [
-        &["get", "b"][..],
+        &["get", "b", "--to", text(&copy)][..],
         &["get", "a", "--version", "9"],
         &["get", "a", "--part", "rank0"],
         &["stat", "b"],
-        &["stat", "a", "--version", "9"],
         &["rm", "b"],
     ] {
         broker.refusal(arguments, 1, "object");
     }
     // A failed get leaves no file.
-    let copy = broker.place.folder().join("copy");
-    broker.refusal(&["get", "b", "--to", text(&copy)], 1, "object");
     let files = broker.place.files();
     assert!(!files.iter().any(|file| file == "copy" || file.starts_with(".vmmfd-")), "{files:?}");
 }
@@ -87,15 +80,10 @@ fn get_waits_for_the_object(broker: Broker) {
     assert_eq!(fs::read(&copy).unwrap(), data(1000));
     // A signal cancels a wait.
     let waiting = broker.run(&["get", "never", "--wait", "10m"]).start();
-    let notice = "notice: waiting for `never` to be put, for at most 600s\n";
-    wait_for("the notice", || waiting.so_far().contains(notice));
+    wait_for("the notice", || waiting.so_far().contains("notice: waiting for `never` to be put, for at most 600s\n"));
     waiting.signal(Signal::SIGINT);
     let ended = waiting.end();
     assert_eq!(ended.code(130).stderr.matches("notice: ").count(), 1, "{}", ended.stderr);
-    let waiting = broker.run(&["get", "never", "--wait", "10m", "--json"]).start();
-    wait_for("the connection", || broker.json(&["who"])["users"][0]["connections"] == 2);
-    waiting.signal(Signal::SIGINT);
-    assert_eq!(waiting.end().code(130).json()["error"]["kind"], "interrupted");
 }
 
 fn expected_metadata_must_be_there(broker: Broker) {
@@ -113,11 +101,8 @@ fn metadata_numbers_keep_their_digits(broker: Broker) {
     for command in ["get", "stat"] {
         let ended = broker.end(&[command, "a", "--json"]);
         assert!(ended.code(0).stdout.contains(&format!(r#""metadata":{exact}"#)), "{}", ended.stdout);
-        assert_eq!(ended.stdout.matches(['\n', '\t']).count(), 1, "{}", ended.stdout);
     }
     assert_eq!(broker.client().get(&Get::new("a")).unwrap().metadata().unwrap()["b"], json!(0.1));
-    let shown = broker.end(&["stat", "a"]);
-    assert!(shown.code(0).stdout.contains("[123456789012345678901234567890,"), "{}", shown.stdout);
 }
 
 fn range_within_the_object_is_written(broker: Broker) {
@@ -138,76 +123,53 @@ fn range_within_the_object_is_written(broker: Broker) {
 
 fn bytes_of_wrong_digest_stay_unwritten(broker: Broker) {
     let memory = memory(&data(1000));
-    let digest = format!("blake3:{}", "0".repeat(64));
-    let part = PutPart::of("all", &memory).unwrap().digest(&digest);
-    broker.client().put(&Put::new("wrong").part(part)).unwrap();
-    let part = PutPart::of("all", &memory).unwrap().digest("md5:0");
-    broker.client().put(&Put::new("unknown").part(part)).unwrap();
+    let wrong = format!("blake3:{}", "0".repeat(64));
+    for (name, digest) in [("wrong", wrong.as_str()), ("unknown", "md5:0")] {
+        let part = PutPart::of("all", &memory).unwrap().digest(digest);
+        broker.client().put(&Put::new(name).part(part)).unwrap();
+    }
     let copy = broker.place.folder().join("copy");
     let ended = broker.end(&["get", "wrong", "--backend", "auto", "--to", text(&copy), "--json"]);
     let got = ended.code(1).json();
-    assert_eq!(
-        (&got["error"]["kind"], &got["verified"], &got["to"]),
-        (&json!("mismatch"), &json!(false), &json!(null))
-    );
-    ended.says("did not verify").says(&digest);
+    let fields = (&got["error"]["kind"], &got["verified"], &got["to"]);
+    assert_eq!(fields, (&json!("mismatch"), &json!(false), &json!(null)));
+    ended.says("did not verify").says(&wrong);
     assert!(!copy.exists());
     // The maker sees the report.
     wait_for("the report", || broker.json(&["stat", "wrong"])["reports"].as_array().unwrap().len() == 1);
     let report = &broker.json(&["stat", "wrong"])["reports"][0];
-    assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {digest}")), "{report}");
-    let plain = broker.end(&["get", "wrong", "--backend", "auto"]);
-    assert!(plain.code(1).stdout.contains("which is WRONG"), "{}", plain.stdout);
+    assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {wrong}")), "{report}");
     // A digest of an unknown kind can't be verified, which is not a mismatch.
-    let got = broker.json(&["get", "unknown", "--backend", "auto"]);
-    assert_eq!((&got["verified"], &got["backend"]), (&json!(null), &json!("host")));
-    assert_eq!(broker.json(&["stat", "unknown"])["reports"], json!([]));
+    assert_eq!(broker.json(&["get", "unknown", "--backend", "auto"])["verified"], json!(null));
 }
 
 fn several_parts_need_a_choice(broker: Broker) {
     let parts = [memory(&data(10)), memory(&data(20))];
-    let put = parts
-        .iter()
-        .zip(["rank0", "rank1"])
-        .fold(Put::new("a"), |put, (memory, name)| put.part(PutPart::of(name, memory).unwrap()));
-    broker.client().put(&put).unwrap();
-    let got = broker.json(&["get", "a", "--backend", "auto"]);
-    let lengths: Vec<&Value> = got["parts"].as_array().unwrap().iter().map(|part| &part["length"]).collect();
-    assert_eq!(lengths, [10, 20]);
+    let parts = parts.iter().zip(["rank0", "rank1"]).map(|(memory, name)| PutPart::of(name, memory).unwrap());
+    broker.client().put(&parts.fold(Put::new("a"), Put::part)).unwrap();
     let copy = broker.place.folder().join("copy");
     let to = ["get", "a", "--backend", "auto", "--to", text(&copy)];
     let several = broker.refusal(&to, 2, "usage");
-    assert!(several.contains("2 parts (rank0, rank1)") && several.contains("--part"), "{several}");
-    assert!(!copy.exists());
+    assert!(several.contains("2 parts (rank0, rank1)") && several.contains("--part") && !copy.exists(), "{several}");
     broker.json(&[&to[..], &["--part", "rank1"]].concat());
     assert_eq!(fs::read(&copy).unwrap(), data(20));
     broker.refusal(&["get", "a", "--backend", "auto", "--range", "0:5"], 2, "usage");
-    assert_eq!(broker.json(&["ls"])["objects"][0]["parts"], 2);
 }
 
 fn one_array_is_written_alone(broker: Broker) {
     let file = broker.place.folder().join("model.safetensors");
-    let names = ["a", "b"];
     let written = [tensor("a", "F32", &[5], 20), tensor("b", "BF16", &[3 << 20], 6 << 20), tensor("e", "U8", &[0], 0)];
     weights::write(&file, &written, json!({}));
     broker.json(&["put", "m", "--safetensors", text(&file), "--chunk", "2MiB", "--digest"]);
     let copy = broker.place.folder().join("copy");
-    for (name, of) in names.into_iter().zip(&written) {
+    for (name, of) in ["a", "b"].into_iter().zip(&written) {
         let got = broker.json(&["get", "m", "--array", name, "--to", text(&copy), "--force"]);
         assert!(fs::read(&copy).unwrap() == of.bytes, "{name}");
         let part = &got["parts"][0];
         assert_eq!((&part["length"], &part["verified"]), (&json!(of.bytes.len()), &json!(null)));
-        let arrays = part["arrays"].as_array().unwrap();
-        let array = arrays.iter().find(|array| array["name"] == name).unwrap();
-        assert_eq!(part["offset"], array["array"]["offset"]);
     }
-    // The first array is within a single segment of the four.
-    let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
-    assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 1);
     let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");
     assert!(none.contains("has no array layer; its arrays are a, b, e (3 in all)"), "{none}");
-    broker.put("bytes", &data(10), &[]);
-    assert!(broker.refusal(&["get", "bytes", "--array", "a"], 1, "object").contains("it has no arrays"));
     assert!(broker.refusal(&["get", "m", "--array", "e"], 2, "usage").contains("is empty"));
     broker.refusal(&["get", "m", "--array", "a", "--range", "0:5"], 2, "usage");
     // A column of a matrix is not contiguous.
@@ -219,7 +181,6 @@ fn one_array_is_written_alone(broker: Broker) {
     broker.client().put(&Put::new("matrix").part(part)).unwrap();
     let gaps = broker.refusal(&["get", "matrix", "--array", "column", "--backend", "auto"], 2, "usage");
     assert!(gaps.contains("--range 102:91"), "{gaps}");
-    assert!(fs::read(&copy).unwrap() == written[1].bytes);
 }
 
 #[test]

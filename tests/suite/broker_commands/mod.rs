@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
-    broker::{ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
+    broker::{ArrayEntry, ClaimOf, Client, Found, Get, Lease, Put, PutPart},
     driver::{Backend, Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
     session::Config,
@@ -22,7 +22,6 @@ use crate::{
     weights::{self, tensor},
 };
 
-mod demo;
 mod get;
 mod others;
 mod put;
@@ -146,4 +145,9 @@ fn memory(bytes: &[u8]) -> Shared {
     let memory = memory.unwrap();
     memory.copy_in(0, bytes).unwrap();
     memory
+}
+
+/// The lines of a table, less its spaces.
+fn lines(ended: &Ended) -> Vec<String> {
+    ended.stdout.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }

@@ -173,26 +173,6 @@ fn few_descriptors_leave_room_for_consumer() {
 }
 
 #[test]
-fn unknown_backends_and_versions_are_refused() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&[]);
-    let greet = |version, backend: &str| {
-        let mut channel = dial(&meeting.socket());
-        let greeting = Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1, timeout_ms: 20_000 };
-        channel.send(&Message::Hello(greeting), &[]).unwrap();
-        channel
-    };
-    assert_eq!(told(&mut greet(0, "host")), ErrorCode::Version);
-    let mut newer = greet(7, "hip");
-    let (Message::Hello(theirs), _) = answer(&mut newer) else { panic!() };
-    assert_eq!(theirs.version, 1);
-    newer.send(&request("default", None), &[]).unwrap();
-    assert_eq!(told(&mut newer), ErrorCode::Backend);
-    newer.finish(PATIENCE);
-    producer.end().code(4).says("the consumer uses hip");
-}
-
-#[test]
 fn mismatch_counts_after_consumer_hangs_up() {
     let meeting = Meeting::host();
     let producer = meeting.producer(&["--size", "8", "--json"]).start();

@@ -1,6 +1,4 @@
 //! A driver that fails on demand and records each resource that is acquired and released.
-//!
-//! One file of more than 500 lines: a method for each driver call.
 
 #![allow(unsafe_code, reason = "the verbs are an unsafe trait")]
 
@@ -213,50 +211,49 @@ fn removed_once<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) -> bool {
     true
 }
 
+/// The calls that only meet a fault on their way to the driver.
+macro_rules! forward {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) -> $out:ty;)*) => {$(
+        fn $name(&self, $($arg: $type),*) -> Result<$out> {
+            self.meet(stringify!($name))?;
+            self.inner.$name($($arg),*)
+        }
+    )*};
+    ($prefix:literal, $inner:ident; $(fn $name:ident($($arg:ident: $type:ty),*) -> $out:ty;)*) => {$(
+        fn $name(&self, $($arg: $type),*) -> Result<$out> {
+            self.meet(concat!($prefix, stringify!($name)))?;
+            self.inner.$inner()?.$name($($arg),*)
+        }
+    )*};
+}
+
 // SAFETY: all results come from the wrapped driver.
 unsafe impl Verbs for Faulty {
+    forward! {
+        fn version() -> i32;
+        fn device_count() -> i32;
+        fn device_name(ordinal: i32) -> String;
+        fn device_uuid(ordinal: i32) -> DeviceUuid;
+        fn device_attribute(ordinal: i32, attribute: Attribute) -> i32;
+        fn memory_info(ordinal: i32) -> MemoryInfo;
+        fn activate(ordinal: i32) -> ();
+        fn granularity(properties: &Properties, which: Granularity) -> u64;
+        fn set_access(address: u64, size: u64, location: Location, access: Option<Access>) -> ();
+        fn properties(handle: Handle) -> Properties;
+        fn copy_in(ordinal: i32, address: u64, from: &[u8]) -> ();
+        fn copy_out(ordinal: i32, address: u64, to: &mut [u8]) -> ();
+        fn device_of(address: u64) -> i32;
+        fn synchronize(ordinal: i32) -> ();
+        fn wait_for_work(ordinal: i32) -> ();
+        fn can_access_peer(ordinal: i32, peer: i32) -> bool;
+        fn extent(ordinal: i32, address: u64) -> (u64, u64);
+        fn seal(handle: Handle) -> bool;
+        fn page_lock(ordinal: i32, size: u64) -> PageLocked;
+        fn window(address: u64, size: u64) -> Window;
+    }
+
     fn backend(&self) -> Backend {
         self.inner.backend()
-    }
-
-    fn version(&self) -> Result<i32> {
-        self.meet("version")?;
-        self.inner.version()
-    }
-
-    fn device_count(&self) -> Result<i32> {
-        self.meet("device_count")?;
-        self.inner.device_count()
-    }
-
-    fn device_name(&self, ordinal: i32) -> Result<String> {
-        self.meet("device_name")?;
-        self.inner.device_name(ordinal)
-    }
-
-    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
-        self.meet("device_uuid")?;
-        self.inner.device_uuid(ordinal)
-    }
-
-    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
-        self.meet("device_attribute")?;
-        self.inner.device_attribute(ordinal, attribute)
-    }
-
-    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
-        self.meet("memory_info")?;
-        self.inner.memory_info(ordinal)
-    }
-
-    fn activate(&self, ordinal: i32) -> Result<()> {
-        self.meet("activate")?;
-        self.inner.activate(ordinal)
-    }
-
-    fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
-        self.meet("granularity")?;
-        self.inner.granularity(properties, which)
     }
 
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
@@ -343,11 +340,6 @@ unsafe impl Verbs for Faulty {
         answer
     }
 
-    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
-        self.meet("set_access")?;
-        self.inner.set_access(address, size, location, access)
-    }
-
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
         self.meet("export")?;
         let fd = self.inner.export(handle)?;
@@ -369,65 +361,10 @@ unsafe impl Verbs for Faulty {
         Ok(retained)
     }
 
-    fn properties(&self, handle: Handle) -> Result<Properties> {
-        self.meet("properties")?;
-        self.inner.properties(handle)
-    }
-
-    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
-        self.meet("copy_in")?;
-        self.inner.copy_in(ordinal, address, from)
-    }
-
-    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
-        self.meet("copy_out")?;
-        self.inner.copy_out(ordinal, address, to)
-    }
-
     unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
         self.meet("copy_device")?;
         // SAFETY: the caller upholds the contract.
         unsafe { self.inner.copy_device(ordinal, ranges) }
-    }
-
-    fn device_of(&self, address: u64) -> Result<i32> {
-        self.meet("device_of")?;
-        self.inner.device_of(address)
-    }
-
-    fn synchronize(&self, ordinal: i32) -> Result<()> {
-        self.meet("synchronize")?;
-        self.inner.synchronize(ordinal)
-    }
-
-    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
-        self.meet("wait_for_work")?;
-        self.inner.wait_for_work(ordinal)
-    }
-
-    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
-        self.meet("can_access_peer")?;
-        self.inner.can_access_peer(ordinal, peer)
-    }
-
-    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
-        self.meet("extent")?;
-        self.inner.extent(ordinal, address)
-    }
-
-    fn seal(&self, handle: Handle) -> Result<bool> {
-        self.meet("seal")?;
-        self.inner.seal(handle)
-    }
-
-    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
-        self.meet("page_lock")?;
-        self.inner.page_lock(ordinal, size)
-    }
-
-    fn window(&self, address: u64, size: u64) -> Result<Window> {
-        self.meet("window")?;
-        self.inner.window(address, size)
     }
 
     fn legacy(&self) -> Result<&dyn LegacyIpc> {
@@ -460,27 +397,24 @@ unsafe impl Verbs for Faulty {
 }
 
 impl Kernels for Faulty {
+    forward! {
+        "kernels ", kernels;
+        fn load(ordinal: i32) -> ();
+        fn fill(ordinal: i32, stretch: &PatternSpan) -> Duration;
+        fn verify(ordinal: i32, stretch: &PatternSpan) -> Counted;
+    }
+
     fn are_loaded(&self, ordinal: i32) -> bool {
         self.inner.kernels().is_ok_and(|kernels| kernels.are_loaded(ordinal))
-    }
-
-    fn load(&self, ordinal: i32) -> Result<()> {
-        self.meet("kernels load")?;
-        self.inner.kernels()?.load(ordinal)
-    }
-
-    fn fill(&self, ordinal: i32, stretch: &PatternSpan) -> Result<Duration> {
-        self.meet("kernels fill")?;
-        self.inner.kernels()?.fill(ordinal, stretch)
-    }
-
-    fn verify(&self, ordinal: i32, stretch: &PatternSpan) -> Result<Counted> {
-        self.meet("kernels verify")?;
-        self.inner.kernels()?.verify(ordinal, stretch)
     }
 }
 
 impl LegacyIpc for Faulty {
+    forward! {
+        "legacy ", legacy;
+        fn handle(ordinal: i32, address: u64) -> [u8; 64];
+    }
+
     fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
         self.meet("legacy allocate")?;
         self.inner.legacy()?.allocate(ordinal, size).map(|address| self.take(address))
@@ -489,11 +423,6 @@ impl LegacyIpc for Faulty {
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
         self.meet("legacy deallocate")?;
         self.give(address, || self.inner.legacy()?.deallocate(ordinal, address))
-    }
-
-    fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
-        self.meet("legacy handle")?;
-        self.inner.legacy()?.handle(ordinal, address)
     }
 
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
@@ -508,6 +437,13 @@ impl LegacyIpc for Faulty {
 }
 
 impl Pools for Faulty {
+    forward! {
+        "pool ", pools;
+        fn export(pool: PoolHandle) -> OwnedFd;
+        fn allow(pool: PoolHandle, ordinal: i32) -> ();
+        fn export_pointer(ordinal: i32, address: u64) -> [u8; 64];
+    }
+
     fn create(&self, ordinal: i32) -> Result<PoolHandle> {
         self.meet("pool create")?;
         let pool = self.inner.pools()?.create(ordinal)?;
@@ -525,21 +461,11 @@ impl Pools for Faulty {
         answer
     }
 
-    fn export(&self, pool: PoolHandle) -> Result<OwnedFd> {
-        self.meet("pool export")?;
-        self.inner.pools()?.export(pool)
-    }
-
     fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
         self.meet("pool import")?;
         let pool = self.inner.pools()?.import(fd)?;
         self.ledger().pools.insert(pool);
         Ok(pool)
-    }
-
-    fn allow(&self, pool: PoolHandle, ordinal: i32) -> Result<()> {
-        self.meet("pool allow")?;
-        self.inner.pools()?.allow(pool, ordinal)
     }
 
     fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64> {
@@ -552,11 +478,6 @@ impl Pools for Faulty {
         self.give(address, || self.inner.pools()?.free(ordinal, address))
     }
 
-    fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
-        self.meet("pool export_pointer")?;
-        self.inner.pools()?.export_pointer(ordinal, address)
-    }
-
     fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
         self.meet("pool import_pointer")?;
         self.inner.pools()?.import_pointer(pool, ordinal, data).map(|address| self.take(address))
@@ -564,9 +485,16 @@ impl Pools for Faulty {
 }
 
 impl Diagnosis for Faulty {
-    fn library(&self) -> Result<PathBuf> {
-        self.meet("diagnosis library")?;
-        self.inner.diagnosis()?.library()
+    forward! {
+        "diagnosis ", diagnosis;
+        fn library() -> PathBuf;
+        fn export_fabric(handle: Handle) -> [u8; 64];
+        fn export_dma_buf(ordinal: i32, address: u64, size: u64) -> OwnedFd;
+        fn copy_within(ordinal: i32, to: u64, from: u64, size: u64) -> Duration;
+        fn store(ordinal: i32, address: u64, value: u32) -> ();
+        fn event_export(ordinal: i32, event: EventHandle) -> [u8; 64];
+        fn event_record(ordinal: i32, event: EventHandle) -> ();
+        fn event_wait(ordinal: i32, event: EventHandle) -> ();
     }
 
     fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle> {
@@ -576,26 +504,6 @@ impl Diagnosis for Faulty {
         Ok(handle)
     }
 
-    fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]> {
-        self.meet("diagnosis export_fabric")?;
-        self.inner.diagnosis()?.export_fabric(handle)
-    }
-
-    fn export_dma_buf(&self, ordinal: i32, address: u64, size: u64) -> Result<OwnedFd> {
-        self.meet("diagnosis export_dma_buf")?;
-        self.inner.diagnosis()?.export_dma_buf(ordinal, address, size)
-    }
-
-    fn copy_within(&self, ordinal: i32, to: u64, from: u64, size: u64) -> Result<Duration> {
-        self.meet("diagnosis copy_within")?;
-        self.inner.diagnosis()?.copy_within(ordinal, to, from, size)
-    }
-
-    fn store(&self, ordinal: i32, address: u64, value: u32) -> Result<()> {
-        self.meet("diagnosis store")?;
-        self.inner.diagnosis()?.store(ordinal, address, value)
-    }
-
     fn event_create(&self, ordinal: i32) -> Result<EventHandle> {
         self.meet("diagnosis event_create")?;
         let event = self.inner.diagnosis()?.event_create(ordinal)?;
@@ -603,26 +511,11 @@ impl Diagnosis for Faulty {
         Ok(event)
     }
 
-    fn event_export(&self, ordinal: i32, event: EventHandle) -> Result<[u8; 64]> {
-        self.meet("diagnosis event_export")?;
-        self.inner.diagnosis()?.event_export(ordinal, event)
-    }
-
     fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle> {
         self.meet("diagnosis event_open")?;
         let event = self.inner.diagnosis()?.event_open(ordinal, handle)?;
         self.ledger().events.insert(event);
         Ok(event)
-    }
-
-    fn event_record(&self, ordinal: i32, event: EventHandle) -> Result<()> {
-        self.meet("diagnosis event_record")?;
-        self.inner.diagnosis()?.event_record(ordinal, event)
-    }
-
-    fn event_wait(&self, ordinal: i32, event: EventHandle) -> Result<()> {
-        self.meet("diagnosis event_wait")?;
-        self.inner.diagnosis()?.event_wait(ordinal, event)
     }
 
     fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()> {

@@ -89,10 +89,6 @@ impl Manager {
         self.wait("the service does not start", |state| state.main.filter(|_| state.starts >= starts))
     }
 
-    pub(crate) fn starts(&self) -> usize {
-        self.shared.lock().starts
-    }
-
     /// Sends the main process a signal, disables the restart, and waits for the exit. Returns the exit code, if there is one.
     #[track_caller]
     pub(crate) fn stop(&self, signal: Signal) -> Option<i32> {

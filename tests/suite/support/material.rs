@@ -1,37 +1,24 @@
 //! Memory to put by hand, and the requests of a raw client.
 
 use std::{
-    fs::File,
-    io::Write,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
 
-use nix::{
-    fcntl::{FcntlArg, SealFlag, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
-};
 use vmmfd::{
-    broker::{Client, Get, PutPart},
+    broker::{Client, Condition, Get, Put, PutPart},
     driver::{Backend, Driver},
     memory::{Chunk, Description, Region, Shared, Sharing},
     wire::{
-        MAX_FDS, Memory, Segments,
+        MAX_FDS, Memory,
         broker::{self, GetObject, Message, Token},
     },
 };
 
-use crate::broker_process::Raw;
-
-/// The segments of a large object: its put and its lease take three records each.
-pub(crate) const MANY: usize = 600;
-
-/// The distinct chunks that these segments repeat, and the size of a chunk.
-pub(crate) const CHUNKS: usize = 3;
-pub(crate) const CHUNK: u64 = 2 << 20;
+use crate::broker::filled;
 
 /// A unique token.
 pub(crate) fn token() -> Token {
@@ -42,13 +29,10 @@ pub(crate) fn token() -> Token {
     Token(bytes)
 }
 
-/// Sends a range of the segments of a put.
-pub(crate) fn send_segments(raw: &Raw, material: &Material, from: usize, to: usize) {
-    for at in (from..to).step_by(MAX_FDS) {
-        let some = at..to.min(at + MAX_FDS);
-        let sizes = material.segments[some.clone()].iter().map(|(size, _)| *size).collect();
-        raw.send(&Message::Segments(Segments { first: at as u64, sizes }), &material.fds()[some]).unwrap();
-    }
+/// Puts an object of 4 MiB in two segments. All bytes have the same value.
+pub(crate) fn put(client: &Client, driver: &Driver, name: &str, value: u8) {
+    let memory = filled(driver, 4 << 20, Some(2 << 20), value);
+    client.put(&Put::new(name).condition(Condition::Any).part(PutPart::of("all", &memory).unwrap())).unwrap();
 }
 
 /// The first and the last byte of an object.
@@ -125,25 +109,4 @@ pub(crate) fn get(name: &str) -> broker::GetHeader {
 
 pub(crate) fn get_message(name: &str) -> Message {
     Message::Get(Box::new(get(name)))
-}
-
-/// A sealed memfd with a text, the form of a table.
-pub(crate) fn memfd(text: &str) -> OwnedFd {
-    let file = memfd_create(c"table", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
-    let mut file = File::from(file);
-    file.write_all(text.as_bytes()).unwrap();
-    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
-    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
-    file.into()
-}
-
-/// The offer of version 3 of an object, whose id ends with `id`, with one lease.
-pub(crate) fn restore(id: u8, uid: u32, gid: u32, token: u8) -> broker::Restore {
-    broker::Restore {
-        version: 3,
-        id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{id:02x}"),
-        created_ms: 1_700_000_000_123,
-        owner: broker::Owner { uid, gid },
-        leases: vec![Token([token; 16])],
-    }
 }

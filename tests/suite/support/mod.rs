@@ -9,7 +9,6 @@ mod process;
 pub(crate) mod schema;
 pub(crate) mod served;
 pub(crate) mod session;
-pub(crate) mod stepper;
 mod subject;
 
 pub(crate) use self::{

@@ -1,9 +1,11 @@
-//! `vmmfd serve` with its keeper, for tests that kill them. A small init restarts the server. The keeper is the server's own or a service of
-//! the init too.
+//! `vmmfd serve` in its own process, so that tests can kill it and count its descriptors and memory. A small init restarts the server. The
+//! keeper is the server's own, a service of the init too, or absent.
 
 use std::{
     ffi::OsString,
+    fmt::Display,
     fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -15,14 +17,10 @@ use nix::{
     unistd::Pid,
 };
 use tempfile::TempDir;
-use vmmfd::wire::broker::Message;
+use vmmfd::{broker::Client, channel::Trust, session::Config, wire::broker::Message};
 
 use super::{Kind, Subject, manager::Manager, open_files, parent_of, pause};
-use crate::{
-    broker::until,
-    broker_process::{Raw, is_memory},
-    running::binary,
-};
+use crate::{broker::until, broker_process::Raw, running::binary};
 
 /// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,6 +32,8 @@ pub(crate) enum Keeper {
     Own,
     /// The init starts it.
     Apart,
+    /// The server runs alone.
+    None,
 }
 
 /// A broker that tests can kill and restart.
@@ -57,7 +57,29 @@ impl Served {
 
     /// Like [`Self::start`], with another program and more options.
     pub(crate) fn with(keeper: Keeper, subject: &Subject, program: &Path, options: &[&str]) -> Self {
+        Self::under("exec", keeper, subject, program, options)
+    }
+
+    /// A server without a keeper.
+    pub(crate) fn alone(options: &[&str]) -> Self {
+        Self::with(Keeper::None, &Subject::host(), &binary("vmmfd"), options)
+    }
+
+    /// A server without a keeper that runs as another user, who may execute a copy of the program. Needs root.
+    pub(crate) fn as_user(uid: u32, more: &str, options: &[&str]) -> Self {
+        let place = tempfile::tempdir().unwrap();
+        fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let program = place.path().join("vmmfd");
+        copied(&binary("vmmfd"), &program);
+        let shell = format!("{more} exec setpriv --reuid={uid} --regid={uid} --clear-groups");
+        // The program runs already.
+        Self::under(&shell, Keeper::None, &Subject::host(), &program, options)
+    }
+
+    /// Like [`Self::with`], with the words of the shell before the program.
+    pub(crate) fn under(shell: &str, keeper: Keeper, subject: &Subject, program: &Path, options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
         let log_folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
         let open_log = || {
@@ -71,15 +93,18 @@ impl Served {
         }
         let (keeper_path, keeper) = match keeper {
             Keeper::Own => (folder.path().join("broker.sock.keeper"), None),
+            Keeper::None => {
+                command.push("--no-keeper".into());
+                (folder.path().join("none"), None)
+            }
             Keeper::Apart => {
                 let keeper_path = log_folder.path().join("keeper").join("keeper.sock");
                 command.extend(["--keeper".into(), keeper_path.clone().into()]);
                 let keeper = [program.into(), "keeper".into(), "--socket".into(), keeper_path.clone().into()];
-                let keeper = stoppable(keeper.into(), &folder.path().join(STOP_KEEPER));
-                (keeper_path, Some(Manager::start(keeper, open_log())))
+                (keeper_path, Some(Manager::start(keeper.into(), open_log())))
             }
         };
-        let manager = Manager::start(stoppable(command, &folder.path().join(STOP_SERVER)), open_log());
+        let manager = Manager::start(stoppable(command, &folder.path().join(STOP_SERVER), shell), open_log());
         let served = Self { path, folder, log_folder, keeper_path, manager, keeper };
         served.greeted();
         served
@@ -94,11 +119,6 @@ impl Served {
     /// While this file exists, a server started by the init stops before exec.
     pub(crate) fn stop_flag(&self) -> PathBuf {
         self.folder.path().join(STOP_SERVER)
-    }
-
-    /// While this file exists, a keeper started by the init stops before exec.
-    pub(crate) fn keeper_stop_flag(&self) -> PathBuf {
-        self.folder.path().join(STOP_KEEPER)
     }
 
     /// Returns the stderr of the keeper and its servers.
@@ -130,6 +150,31 @@ impl Served {
     #[track_caller]
     pub(crate) fn server(&self) -> Pid {
         self.greeted().1
+    }
+
+    /// The server's process, without a connection to it.
+    pub(crate) fn pid(&self) -> Pid {
+        self.manager.main(1)
+    }
+
+    /// A client that trusts the server's user.
+    pub(crate) fn client(&self) -> Client {
+        connect(&self.path).unwrap()
+    }
+
+    /// Runs `body` while the server is stopped.
+    pub(crate) fn while_stopped<T>(&self, body: impl FnOnce() -> T) -> T {
+        kill(self.pid(), Signal::SIGSTOP).unwrap();
+        until(|| is_stopped(self.pid()));
+        let result = body();
+        kill(self.pid(), Signal::SIGCONT).unwrap();
+        result
+    }
+
+    /// Waits until the broker has `others` connections besides this client's.
+    #[track_caller]
+    pub(crate) fn wait_for_others(&self, client: &Client, others: u64) {
+        until(|| connections(client) == others + 1);
     }
 
     /// The processes of the keeper: itself, its twin, and during an upgrade its successor.
@@ -257,14 +302,40 @@ impl Drop for Served {
     }
 }
 
-/// While these files exist, a process that the init starts stops before exec.
+/// While this file exists, a server that the init starts stops before exec.
 const STOP_SERVER: &str = "stop";
-const STOP_KEEPER: &str = "stop-keeper";
 
 /// Wraps a command in a shell that stops before exec while the file exists.
-fn stoppable(command: Vec<OsString>, flag: &Path) -> Vec<OsString> {
-    let stop = format!("[ ! -e {} ] || kill -STOP $$; exec \"$0\" \"$@\"", flag.display());
+fn stoppable(command: Vec<OsString>, flag: &Path, shell: &str) -> Vec<OsString> {
+    let stop = format!("[ ! -e {} ] || kill -STOP $$; {shell} \"$0\" \"$@\"", flag.display());
     ["/bin/sh".into(), "-c".into(), stop.into()].into_iter().chain(command).collect()
+}
+
+/// Connects to a broker of any user.
+pub(crate) fn connect(path: &Path) -> vmmfd::Result<Client> {
+    let uids = fs::metadata(path).map(|socket| socket.uid()).into_iter().collect();
+    Client::connect(path, &Config::default().trust(Trust { uids }))
+}
+
+/// The connections of all users, until their leases have ended and they are closed.
+pub(crate) fn connections(client: &Client) -> u64 {
+    // The prefix matches no name: the list of leases may be very long.
+    client.who("no name begins so").unwrap().totals.iter().map(|user| user.connections).sum()
+}
+
+/// The CPU time of a process in ns.
+pub(crate) fn processor_time(pid: impl Display) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let times = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("schedstat")).ok());
+    times.map(|times| times.split(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+}
+
+/// A number in `/proc/PID/status`; memory is in KiB.
+#[track_caller]
+pub(crate) fn status(pid: Pid, field: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim_start_matches(':').trim().trim_end_matches(" kB").parse().unwrap()
 }
 
 /// Lists the processes with this path on their command line.
@@ -296,10 +367,15 @@ fn is_server(pid: Pid) -> bool {
     line.split(|&byte| byte == 0).any(|argument| argument == b"serve")
 }
 
+/// Counts the descriptors of a process with one of these names.
+pub(crate) fn count_files(pid: Pid, names: &[&str]) -> usize {
+    let files = open_files(pid).unwrap_or_default();
+    files.iter().filter(|file| names.iter().any(|name| file.link.to_string_lossy().starts_with(name))).count()
+}
+
 /// Counts the descriptors of memory in a process.
 pub(crate) fn stored(pid: Pid) -> usize {
-    let files = open_files(pid).unwrap_or_default();
-    files.iter().filter(|file| is_memory(&file.link.to_string_lossy())).count()
+    count_files(pid, &["/memfd:", "/dev/nvidia"])
 }
 
 /// Replaces the program at `to` with a copy.

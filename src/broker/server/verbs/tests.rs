@@ -1,11 +1,17 @@
 //! Tests verbs as functions from requests to effects.
 
+mod bounds;
+mod leases;
+mod users;
+
 use std::{
     collections::BTreeMap,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
     time::Duration,
 };
+
+use serde_json::{Value, json};
 
 use super::{
     connection::{all_sent, connected, deadline_passed, disconnected},
@@ -31,8 +37,8 @@ use crate::{
     error::{ErrorCode, RefusalCode},
     sys::{memfd, overflow_uid},
     wire::{
-        Hello, VERSION,
-        broker::{BROKER, EventKind, Message, Published, Token, Who},
+        Hello, MAX_FDS, Segments, VERSION,
+        broker::{BROKER, Delete, EventKind, Message, Published, Quota, Stat, Token, Who},
     },
 };
 
@@ -42,12 +48,18 @@ const USER_UID: u32 = 34_560;
 struct Fixture {
     state: State,
     last: u64,
+    room: DescriptorRoom,
 }
 
 impl Fixture {
     fn new() -> Self {
-        let objects = Objects::restore(Time::now(), Rules::default(), Store::none(), BTreeMap::new());
-        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
+        Self::with(Rules::default())
+    }
+
+    fn with(rules: Rules) -> Self {
+        let objects = Objects::restore(Time::now(), rules, Store::none(), BTreeMap::new());
+        let room = DescriptorRoom { used: 10, limit: 10_000, closing: 0 };
+        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, room }
     }
 
     /// Connects a client that has sent its hello.
@@ -59,13 +71,14 @@ impl Fixture {
 
     /// Connects a client that sends a hello of this protocol version.
     fn greet(&mut self, version: u16) -> (ConnectionId, Seen) {
-        self.greet_as(USER_UID, version)
+        self.greet_as((USER_UID, USER_UID, &[]), version)
     }
 
-    fn greet_as(&mut self, uid: u32, version: u16) -> (ConnectionId, Seen) {
+    /// Connects a client of this user, group and supplementary groups.
+    fn greet_as(&mut self, (uid, gid, groups): (u32, u32, &[u32]), version: u16) -> (ConnectionId, Seen) {
         self.last += 1;
         let connection = ConnectionId(self.last);
-        let caller = Caller { connection, pid: 1, uid, gid: USER_UID, groups: Arc::from([]), command: None };
+        let caller = Caller { connection, pid: 1, uid, gid, groups: Arc::from(groups), command: None };
         connected(&mut self.state, &mut Effects::default(), caller);
         let capabilities = vec![BROKER.to_owned()];
         let hello = Hello { version, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
@@ -74,7 +87,8 @@ impl Fixture {
 
     /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
-        let room = DescriptorRoom { used: 10, limit: 10_000, closing: 0 };
+        let DescriptorRoom { used, limit, closing } = self.room;
+        let room = DescriptorRoom { used, limit, closing };
         self.run(|state, effects| handle(state, effects, &room, id, message, fds))
     }
 
@@ -107,18 +121,25 @@ impl Fixture {
     }
 
     fn put_fds(&mut self, id: ConnectionId, name: &str, more: &str, fds: Vec<OwnedFd>) -> Seen {
-        let part = format!(
-            r#"{{"name": "{{part}}", "memory": {{"mechanism": "vmm", "device": {{"uuid": "{}", "name": "host"}},
-                "location": "device", "size": {GRANULARITY}, "mapped_size": {GRANULARITY}, "segments": 1}}}}"#,
-            uuid::Uuid::nil(),
-        );
-        let (part, more) = match more.split_once('|') {
-            Some((name, more)) => (part.replace("{part}", name), more),
-            None => (part.replace("{part}", "all"), more),
-        };
+        let (part_name, more) = more.split_once('|').unwrap_or(("all", more));
+        let part = part(part_name, 1);
         let put =
             format!(r#"{{"name": "{name}", "backend": "host", "parts": [{part}], "sizes": [{GRANULARITY}]{more}}}"#);
-        self.send(id, Message::Put(Box::new(serde_json::from_str(&put).unwrap())), fds)
+        self.put_text(id, &put, fds)
+    }
+
+    fn put_text(&mut self, id: ConnectionId, put: &str, fds: Vec<OwnedFd>) -> Seen {
+        self.send(id, Message::Put(Box::new(serde_json::from_str(put).unwrap())), fds)
+    }
+
+    /// Puts these parts, each with its number of segments.
+    fn put_parts(&mut self, id: ConnectionId, name: &str, parts: &[Value], mut fds: Vec<OwnedFd>) -> Seen {
+        let segments = parts.iter().map(|part| part["memory"]["segments"].as_u64().unwrap() as usize).sum::<usize>();
+        let sizes = vec![GRANULARITY; segments.min(MAX_FDS - fds.len())];
+        let memory = memory();
+        fds.extend(sizes.iter().map(|_| memory.try_clone().unwrap()));
+        let put = json!({ "name": name, "backend": "host", "parts": parts, "sizes": sizes });
+        self.put_text(id, &put.to_string(), fds)
     }
 
     fn get(&mut self, id: ConnectionId, name: &str, more: &str) -> Seen {
@@ -193,6 +214,13 @@ impl Seen {
             _ => None,
         })
     }
+}
+
+/// A part of so many segments.
+fn part(name: &str, segments: u64) -> Value {
+    let (device, size) = (json!({ "uuid": uuid::Uuid::nil().to_string(), "name": "host" }), segments * GRANULARITY);
+    json!({ "name": name, "memory": { "mechanism": "vmm", "device": device, "location": "device", "size": size,
+        "mapped_size": size, "segments": segments } })
 }
 
 fn memory() -> OwnedFd {
@@ -305,7 +333,7 @@ fn delete_keeps_leased_memory() {
     assert!(matches!(test.ask(maker, delete("a")).message(maker), Message::Done(_)));
     assert_eq!(test.ask(maker, delete("a")).refusal(maker), RefusalCode::Absent);
     assert_eq!(test.state.objects.counts().versions, 1);
-    let release = Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap());
+    let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert!(test.ask(reader, release).0.is_empty());
     assert_eq!(test.state.objects.counts().versions, 0);
     assert_eq!(test.state.objects.take_garbage().len(), 1);
@@ -345,11 +373,11 @@ fn kinds(test: &mut Fixture, watcher: ConnectionId) -> Vec<EventKind> {
 fn recall_marks_leases_until_they_end() {
     let mut test = Fixture::new();
     let (maker, reader, watcher) = (test.client(), test.client(), test.client());
-    let (stranger, _) = test.greet_as(USER_UID + 1, VERSION);
+    let (stranger, _) = test.greet_as((USER_UID + 1, USER_UID, &[]), VERSION);
     let id = test.put(maker, "a", r#", "mode": 292"#).published(maker).id;
     test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "", "recalls": true}"#).unwrap()));
     assert_eq!(kinds(&mut test, watcher), []);
-    let recall = |ids: &[&str]| Message::Recall(serde_json::from_value(serde_json::json!({ "ids": ids })).unwrap());
+    let recall = |ids: &[&str]| Message::Recall(serde_json::from_value(json!({ "ids": ids })).unwrap());
     let done = |message| assert!(matches!(message, Message::Done(_)), "{message:?}");
     let marks = |test: &mut Fixture| match test.ask(maker, Message::Who(Who::default())).message(maker) {
         Message::Leases(page) => page.leases.iter().map(|lease| lease.recalled).collect::<Vec<_>>(),
@@ -363,7 +391,7 @@ fn recall_marks_leases_until_they_end() {
     assert_eq!(marks(&mut test), [false]);
     done(test.ask(maker, recall(&["unknown", &id])).message(maker));
     assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![true], vec![EventKind::Recalled]));
-    test.ask(reader, Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap()));
+    test.ask(reader, Message::Release(serde_json::from_value(json!({ "token": token })).unwrap()));
     // The recall does not concern later leases.
     test.get(reader, "a", "").lease(reader);
     assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![false], vec![]));
@@ -377,7 +405,7 @@ fn resume_moves_leases() {
     let after = test.client();
     test.put(maker, "a", "");
     let (token, _) = test.get(before, "a", "").lease(before);
-    let resume = serde_json::json!({
+    let resume = json!({
         "leases": [{ "token": token, "id": "", "size": 0 }, { "token": Token([1; 16]), "id": "", "size": 0 }]
     });
     let seen = test.ask(after, Message::Resume(serde_json::from_value(resume).unwrap()));
@@ -409,82 +437,19 @@ fn group_parts_are_published_together() {
 }
 
 #[test]
-fn stop_ends_wait_for_parts() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    let metadata = table::sealed("{}").unwrap();
-    let part = r#"x|, "announced": ["x", "y"], "group": "g", "wait_ms": 1000, "metadata": {"length": 2}"#;
-    assert!(test.put_fds(maker, "a", part, vec![metadata, memory()]).messages(maker).is_empty());
-    let stop = Message::Stop(serde_json::from_str("{}").unwrap());
-    let seen = test.ask(maker, stop);
-    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Stopped, 2));
-    assert!(test.state.drafts.is_empty());
-}
-
-/// Requests a lease, or memory of a lease.
-fn select(test: &mut Fixture, id: ConnectionId, object: serde_json::Value) -> Seen {
-    let get = serde_json::from_value(serde_json::json!({ "objects": [object] })).unwrap();
-    test.ask(id, Message::Get(Box::new(get)))
-}
-
-#[test]
-fn get_of_lease_selects_its_memory() {
-    let mut test = Fixture::new();
-    let (maker, reader) = (test.client(), test.client());
-    test.put(maker, "a", "");
-    let (token, _) = select(&mut test, reader, serde_json::json!({"name": "a", "parts": {}})).lease(reader);
-    test.put(maker, "a", r#", "replace": true"#);
-    let of = |more: serde_json::Value| {
-        let mut object = serde_json::json!({"name": "a", "lease": token});
-        object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        object
-    };
-    // From the leased version, which is no longer current.
-    let seen = select(&mut test, reader, of(serde_json::json!({"parts": {"all": [{"offset": 0, "length": 1}]}})));
-    let Message::Lease(lease) = seen.message(reader) else { panic!() };
-    assert_eq!((lease.token, lease.version, lease.sizes.len()), (token, 1, 1));
-    assert_eq!(test.leases(), 1);
-    for (more, code) in [
-        (serde_json::json!({"parts": {"all": [{"offset": GRANULARITY, "length": 1}]}}), RefusalCode::Differs),
-        (serde_json::json!({"parts": {"all": [{"offset": 1, "length": u64::MAX}]}}), RefusalCode::Differs),
-        (serde_json::json!({"parts": {"all": [{"offset": 1, "length": 0}]}}), RefusalCode::Differs),
-        (serde_json::json!({"parts": {"y": []}}), RefusalCode::Lacks),
-        (serde_json::json!({"name": "b"}), RefusalCode::Absent),
-        (serde_json::json!({"lease": Token([1; 16])}), RefusalCode::Absent),
-    ] {
-        assert_eq!(select(&mut test, reader, of(more)).refusal(reader), code);
-    }
-    assert_eq!(select(&mut test, maker, of(serde_json::json!({}))).refusal(maker), RefusalCode::Absent);
-    assert_eq!(test.leases(), 1);
-    test.ask(reader, Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap()));
-    assert_eq!(select(&mut test, reader, of(serde_json::json!({}))).refusal(reader), RefusalCode::Absent);
-    assert_eq!((test.leases(), test.state.objects.counts().versions), (0, 1));
-}
-
-#[test]
-fn wrong_tables_are_refused_unread() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    let unsealed = memfd::empty(c"table").unwrap();
-    nix::unistd::ftruncate(&unsealed, 2).unwrap();
-    let pipe = || nix::unistd::pipe().unwrap().0;
-    for (fd, length) in [(unsealed, 2), (pipe(), 2), (table::sealed("{}").unwrap(), 3), (table::sealed("").unwrap(), 0)]
-    {
-        let more = format!(r#", "metadata": {{"length": {length}}}"#);
-        let seen = test.put_fds(maker, "a", &more, vec![fd, memory()]);
-        assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 2), "{length}");
-    }
-    // Only readers read it.
-    test.put_fds(maker, "a", r#", "metadata": {"length": 7}"#, vec![table::sealed("garbage").unwrap(), memory()])
-        .published(maker);
-}
-
-#[test]
 fn early_message_ends_connection() {
     let mut test = Fixture::new();
     let reader = test.client();
     test.get(reader, "a", r#", "wait_ms": 1000"#);
     assert_eq!(test.get(reader, "a", "").ends(reader), Some(ErrorCode::Protocol));
+    // Segments of a put that is complete, and waits for the other parts. Its descriptors are closed.
+    let maker = test.client();
+    test.put(maker, "b", r#"x|, "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#);
+    let segments = Segments { first: 0, sizes: vec![GRANULARITY] };
+    let seen = test.send(maker, Message::Segments(segments), vec![memory()]);
+    assert_eq!(seen.ends(maker), Some(ErrorCode::Protocol));
+    let seen = test.run(|state, effects| disconnected(state, effects, maker));
+    assert_eq!((seen.closed(), test.state.drafts.len()), (1, 0));
     // Unmapped users can't own objects.
     assert_ne!(USER_UID, overflow_uid());
 }
