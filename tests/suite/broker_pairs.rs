@@ -126,6 +126,21 @@ fn send_pairs(broker: &Broker, distances: &[u64], each: usize) {
     }
 }
 
+/// The keeper reads both signals in one turn.
+#[test]
+fn keeper_ends_once_for_two_signals() {
+    let broker = Broker::start(1, 1);
+    let [_, keeper] = broker.settled();
+    for signal in [Signal::SIGSTOP, Signal::SIGTERM, Signal::SIGINT, Signal::SIGCONT] {
+        kill(keeper, signal).unwrap();
+    }
+    until(|| !is_alive(keeper));
+    broker.settled();
+    let client = Client::connect(&broker.served.path, &Config::default()).unwrap();
+    assert_eq!(nonce_of_segments(&client, "0", 1), 0);
+    assert!(!broker.served.log().contains("for the next server"), "{}", broker.served.log());
+}
+
 /// `VMMFD_TEST_PAIRS=all` for each millisecond up to 100: `make test-pairs`.
 #[test]
 fn signal_pairs_lose_nothing() {

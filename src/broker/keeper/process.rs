@@ -182,7 +182,10 @@ impl KeeperProcess {
             self.read_server(MESSAGES_PER_TURN);
             self.check_server();
             self.serve_newcomers();
-            while let Ok(Some(signal)) = signals.read_signal() {
+            // A second signal must not end the twin that continues after the first.
+            while self.exit.is_none()
+                && let Ok(Some(signal)) = signals.read_signal()
+            {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
                     Ok(Signal::SIGHUP) => {
                         tracing::info!("ignored SIGHUP: to upgrade, start another keeper at this path")
