@@ -129,6 +129,15 @@ const REGRESSIONS: &[&[Step]] = &[
         Ask(0, Delete { name: 0 }),
         HangUp(0),
     ],
+    // Waiting changes of a name began together: a put was refused because the name existed, and the next change deleted it.
+    &[
+        KillKeeper,
+        Ask(0, Delete { name: 1 }),
+        Ask(2, Put { name: 1, memory: 1, kind: New }),
+        Ask(1, Put { name: 1, memory: 0, kind: Leased }),
+        Exchange(1),
+        Deliver(1),
+    ],
 ];
 
 #[test]

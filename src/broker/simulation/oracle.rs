@@ -23,7 +23,7 @@ use crate::{
     },
     driver::GRANULARITY,
     error::RefusalCode,
-    wire::broker::{Message, ResumedLease, Token},
+    wire::broker::{EventKind, Message, ResumedLease, Token},
 };
 
 /// The memory of each part.
@@ -381,6 +381,13 @@ fn is_near_quota(state: &State) -> bool {
     usage(audit.versions.values(), audit.leases.values(), unpublished).values().any(is_near)
 }
 
+/// Whether the last event of a name is its deletion, at this moment. Waiting changes of a name begin together, and are then answered.
+fn was_just_deleted(state: &State, name: &str) -> bool {
+    let (_, events) = state.objects.events().events_after(0);
+    let last = events.filter(|seen| seen.event.name == name).last();
+    last.is_some_and(|seen| seen.event.kind == EventKind::Deleted && seen.event.at_ms == state.objects.now.ms)
+}
+
 /// Whether a refusal states a fact.
 fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode, now: Instant) -> bool {
     let (name, newer_than) = match pending.request {
@@ -400,7 +407,7 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
             Some(token) => state.objects.holder(token) != client.connection,
             None => !exists,
         },
-        RefusalCode::Exists => exists || drafts.next().is_some(),
+        RefusalCode::Exists => exists || drafts.next().is_some() || was_just_deleted(state, name),
         RefusalCode::Timeout => now >= pending.due,
         RefusalCode::Denied => {
             let owner = state.objects.owner_of(name);
