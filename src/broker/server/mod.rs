@@ -2,10 +2,12 @@
 //!
 //! | Folder | Contents |
 //! |---|---|
+//! | `admit` | the limits of each user |
 //! | `io/` | sockets, the event loop, timers |
 //! | `verbs/` | the handlers of requests |
 //! | `state/` | the server's data |
 
+mod admit;
 mod io;
 pub(crate) mod limits;
 #[cfg(test)]
@@ -28,9 +30,9 @@ use std::{
 };
 
 pub(crate) use self::state::inspect::inspect_and_classify;
-#[cfg(feature = "internals")]
-pub use self::state::{caller::command_of, room::MIN_FILE_LIMIT};
+pub use self::state::objects::ServerReport;
 use self::{
+    admit::Limits,
     io::{
         admission::Admission,
         devices,
@@ -38,13 +40,10 @@ use self::{
         reactor::{self, Reactor},
     },
     limits::TimeLimits,
-    state::{
-        objects::{Counts, Objects, Total},
-        quota::Rules,
-        root::State,
-        time::Time,
-    },
+    state::{objects::Objects, root::State, time::Time},
 };
+#[cfg(feature = "internals")]
+pub use self::{admit::MIN_FILE_LIMIT, state::caller::command_of};
 use super::{
     keeper::{KeeperPath, Link, Store, Takeover},
     manifest::BROKER,
@@ -65,8 +64,7 @@ pub struct ServerConfig {
     pub allow_gids: Vec<u32>,
     /// Limits per user. `None` means the limit of [`Quota::user`], or no limit for the server's own user and root.
     pub quota: Quota,
-    /// Limits for all users together. `None` means the limit of [`Quota::total`]. A user other than the server's own and root may use at
-    /// most half of what other users leave free.
+    /// Limits for all users together. `None` means the limit of [`Quota::total`].
     pub total_quota: Quota,
     /// Time limit for a connection's hello, and for a client that does not read its records: 30 s by default.
     pub timeout: Duration,
@@ -86,34 +84,25 @@ pub struct ServerConfig {
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        let allow_uids = Vec::new();
-        let allow_gids = Vec::new();
-        let timeout = Duration::from_secs(30);
-        let (quota, total_quota) = (Quota::default(), Quota::default());
-        let hold_devices = false;
-        let emulated = false;
-        let keeper = None;
-        let (own_keeper, leave) = (None, None);
-        let limits = TimeLimits::default();
         Self {
-            allow_uids,
-            allow_gids,
-            quota,
-            total_quota,
-            timeout,
-            hold_devices,
-            keeper,
-            own_keeper,
-            leave,
-            emulated,
-            limits,
+            allow_uids: Vec::new(),
+            allow_gids: Vec::new(),
+            quota: Quota::default(),
+            total_quota: Quota::default(),
+            timeout: Duration::from_secs(30),
+            hold_devices: false,
+            keeper: None,
+            own_keeper: None,
+            leave: None,
+            emulated: false,
+            limits: TimeLimits::default(),
         }
     }
 }
 
 impl ServerConfig {
-    fn is_open_to_others(&self) -> bool {
-        !self.allow_uids.is_empty() || !self.allow_gids.is_empty()
+    fn user_limits(&self) -> Limits {
+        Limits::new(self.quota, self.total_quota, reactor::raise_limit())
     }
 }
 
@@ -136,20 +125,6 @@ fn set_rights(file: &SocketName<'_>, allow_uids: &[u32], allow_gids: &[u32]) -> 
         _ => 0o666,
     };
     file.set_rights(mode, None)
-}
-
-/// A broker's contents when it stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ServerReport {
-    /// Names.
-    pub objects: u64,
-    /// Versions, including versions without a name.
-    pub versions: u64,
-    /// Leases.
-    pub leases: u64,
-    /// Bytes of memory, as claimed.
-    pub bytes: u64,
 }
 
 /// A listening broker.
@@ -185,16 +160,9 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Length of the accept queue. The kernel's own limit also applies (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
-/// The traces of a previous broker that did not shut down cleanly.
-#[derive(Debug, Default)]
-struct Traces {
-    /// Whether to reserve names for restores: the previous objects are lost, and other users may connect.
-    reserves_names: bool,
-}
-
-/// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost.
-fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel) -> Result<(Listener, Traces)> {
-    let open_to_others = config.is_open_to_others();
+/// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost. Returns
+/// whether to reserve names for restores: objects are lost, and other users may connect.
+fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel) -> Result<(Listener, bool)> {
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     let (listener, marked_by) = Listener::bind_and_mark(
         path,
@@ -213,7 +181,8 @@ fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel)
     }
     lengthen_queue(&listener)?;
     let lost = (left || marked_by.is_some()) && !takes_over;
-    Ok((listener, Traces { reserves_names: lost && open_to_others }))
+    let is_open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
+    Ok((listener, lost && is_open_to_others))
 }
 
 fn duplication_failed(error: std::io::Error) -> Error {
@@ -227,11 +196,11 @@ fn listen_again(
     path: &Path,
     config: &ServerConfig,
     cancel: &Cancel,
-) -> Result<(Listener, Option<Traces>)> {
+) -> Result<(Listener, bool)> {
     let inherited = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(duplication_failed)?;
     let bind = || {
-        let (listener, traces) = listen(path, config, inherited.is_some(), cancel)?;
-        Ok((listener.leave_file(), Some(traces)))
+        let (listener, reserves_names) = listen(path, config, inherited.is_some(), cancel)?;
+        Ok((listener.leave_file(), reserves_names))
     };
     let listening = match socket.map(|socket| Listener::take_over(socket, path)).transpose() {
         Ok(Some(Some(mut taken))) => {
@@ -239,7 +208,7 @@ fn listen_again(
             // The options may have changed.
             let set = taken.set_rights(|file| set_rights(file, &config.allow_uids, &config.allow_gids));
             let _ = set.inspect_err(|error| tracing::error!(error = error.in_full()));
-            Ok((taken, None))
+            Ok((taken, false))
         }
         Ok(_) => bind(),
         Err(error) => Err(error),
@@ -259,7 +228,7 @@ fn listen_again(
             );
             let mut listener = Listener::inherited(socket, path)?;
             listener.renew_mark();
-            Ok((listener, None))
+            Ok((listener, false))
         }
         (listening, _) => listening,
     }
@@ -305,9 +274,8 @@ impl Server {
     }
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, Traces { reserves_names, .. }) = listen(path, &config, false, cancel)?;
-        let objects =
-            Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), Store::none(), BTreeMap::new());
+        let (listener, reserves_names) = listen(path, &config, false, cancel)?;
+        let objects = Objects::restore(Time::now(), config.user_limits(), Store::none(), BTreeMap::new());
         Self::with(listener, config, objects, Vec::new(), reserves_names, KeeperLink::default(), cancel)
     }
 
@@ -318,8 +286,7 @@ impl Server {
         let nodes = own.split_off(own.len().min(1));
         let socket = own.pop();
         let takes_over = socket.is_some();
-        let (listener, bound) = listen_again(socket, path, &config, cancel)?;
-        let reserves_names = bound.is_some_and(|traces| traces.reserves_names) && !takes_over;
+        let (listener, reserves_names) = listen_again(socket, path, &config, cancel)?;
         match (whole, takes_over) {
             (true, _) => {}
             (false, true) => tracing::error!(
@@ -330,8 +297,7 @@ impl Server {
             }
         }
         lengthen_queue(&listener)?;
-        let rules = Rules::new(config.quota, config.total_quota);
-        let objects = Objects::restore(Time::now(), rules, store, inherited);
+        let objects = Objects::restore(Time::now(), config.user_limits(), store, inherited);
         let keeper_link = KeeperLink::new(link, keeper, config.leave.clone());
         Self::with(listener, config, objects, nodes, reserves_names, keeper_link, cancel)
     }
@@ -385,8 +351,7 @@ impl Server {
                 Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSE_TIMEOUT, &cancel));
             let _ = removed.inspect_err(|error| tracing::debug!(%error, "cannot remove the socket's file"));
         }
-        let Total { counts: Counts { objects, versions, leases }, bytes } = result?;
-        Ok(ServerReport { objects, versions, leases, bytes })
+        result
     }
 }
 

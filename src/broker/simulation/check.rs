@@ -251,7 +251,7 @@ impl World {
         }
         self.rest();
         let Some(server) = &mut self.server else { return Ok(()) };
-        let left = server.state.objects.counts().versions;
+        let left = server.state.objects.total().versions;
         require(left == 0, || format!("{left} versions are left without names"))?;
         require(server.state.objects.users().totals(None, 1 << 16).is_empty(), || "a user is left".to_owned())?;
         for _ in 0..8 {

@@ -19,12 +19,11 @@ use crate::{
     broker::{
         keeper::{Flushed, KeeperFlaw, KeeperProcess, Mark},
         server::{
+            admit::{Limits, Resource},
             limits::TimeLimits,
             state::{
                 caller::{Caller, ConnectionId},
-                objects::{Expiry, Objects},
-                quota::Rules,
-                room::DescriptorRoom,
+                objects::Objects,
                 root::State,
                 time::Time,
             },
@@ -98,7 +97,7 @@ impl World {
                 Effect::Close { client, .. } => self.disconnect(client),
                 Effect::Deadline { client, deadline } => {
                     match deadline.filter(|_| self.flaw != Some(Flaw::DeadlinesLost)) {
-                        Some(deadline) => server.deadlines.insert(client, deadline.at),
+                        Some(deadline) => server.deadlines.insert(client, deadline),
                         None => server.deadlines.remove(&client),
                     };
                 }
@@ -147,7 +146,9 @@ impl World {
     /// The server reads a connection's next record, or its end.
     pub(super) fn deliver(&mut self, id: ConnectionId) {
         let repeats = self.has(Flaw::RequestsRepeated);
-        let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
+        if self.server.is_none() || self.is_dying {
+            return;
+        }
         let Some(pipe) = self.pipes.get_mut(&id).filter(|pipe| pipe.queue.is_empty() && !pipe.closed_by_server) else {
             return;
         };
@@ -160,16 +161,15 @@ impl World {
         }
         match pipe.to_server.pop_front() {
             Some((message, fds)) => {
-                let room = DescriptorRoom { used: server.state.objects.descriptors(), limit: 100_000, closing: 0 };
                 if matches!(message, Message::Release(_)) && self.has(Flaw::ReleasesLost) {
                     return;
                 }
                 self.oracle.delivered(&message);
                 let again = repeats && matches!(message, Message::Delete(_) | Message::Get(_) | Message::List(_));
                 let copy = again.then(|| message.clone());
-                self.with(|state, effects| dispatch::handle(state, effects, &room, id, message, fds));
+                self.with(|state, effects| dispatch::handle(state, effects, id, message, fds));
                 if let Some(copy) = copy {
-                    self.with(|state, effects| dispatch::handle(state, effects, &room, id, copy, Vec::new()));
+                    self.with(|state, effects| dispatch::handle(state, effects, id, copy, Vec::new()));
                 }
             }
             None if pipe.closed_by_client && self.flaw != Some(Flaw::DisconnectsLost) => self.disconnect(id),
@@ -187,7 +187,7 @@ impl World {
         }
         server.deadlines.remove(&id);
         if let Some(uid) = server.state.caller(id).map(|caller| caller.uid) {
-            server.state.objects.users().remove_connection(uid);
+            server.state.objects.users().sub(uid, Resource::Connections, 1);
         }
         self.oracle.closed.insert(id);
         self.with(|state, effects| connection::disconnected(state, effects, id));
@@ -198,7 +198,7 @@ impl World {
         let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
         let expiries = server.state.objects.take_expiries();
         if self.flaw != Some(Flaw::ExpiriesLost) {
-            server.expiries.extend(expiries.into_iter().map(|Expiry { name, at, .. }| (at, name)));
+            server.expiries.extend(expiries.into_iter().filter_map(|(name, at)| Some((at?, name))));
         }
         drop(server.state.objects.take_garbage());
         self.with(|state, _| {
@@ -377,8 +377,8 @@ impl World {
         let taken = keeper.hand_to_server(&self.cancel);
         let [objects, leases, bytes] = LIMITS.map(Some);
         let quota = Quota { objects, leases, bytes, ..Quota::default() };
-        let rules = Rules::new(quota, Quota::unlimited());
-        let mut objects = Objects::restore(self.now, rules, taken.store, taken.inherited);
+        let limits = Limits::new(quota, Quota::unlimited(), 100_000);
+        let mut objects = Objects::restore(self.now, limits, taken.store, taken.inherited);
         objects.hold_own(File::open("/dev/null").unwrap().into(), Vec::new());
         objects.store_mut().complete();
         objects.store_mut().serving();

@@ -69,8 +69,7 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     quota: Vec<Limit>,
 
-    /// Limits of all users together, with the same keys; each user may use at most half of what other users leave free [default for users
-    /// except this user and root: objects=100000, leases=400000]
+    /// Limits of all users together, with the same keys [default: objects=100000, leases=400000]
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     total_quota: Vec<Limit>,
 

@@ -45,12 +45,6 @@ pub(crate) struct Admission {
     last: ConnectionId,
 }
 
-/// Why a connection is refused.
-pub(super) struct Rejected {
-    pub(super) code: ErrorCode,
-    pub(super) message: String,
-}
-
 impl Admission {
     pub(crate) fn new(listener: Listener, allow_uids: Vec<u32>, allow_gids: Vec<u32>) -> Self {
         let group_advice = group_advice(&allow_gids);
@@ -101,8 +95,8 @@ impl Admission {
         Ok(Caller { connection: self.last, pid, uid, gid, groups: Arc::from(groups), command: command_of(pid) })
     }
 
-    /// Refuses disallowed users.
-    pub(super) fn check(&self, caller: &Caller) -> Result<(), Rejected> {
+    /// Refuses disallowed users, with one sentence.
+    pub(super) fn check(&self, caller: &Caller) -> Result<(), String> {
         let uid = caller.uid;
         let is_allowed = caller.is_superuser()
             || self.allow_uids.contains(&uid)
@@ -110,9 +104,7 @@ impl Admission {
         if is_allowed {
             return Ok(());
         }
-        let message =
-            format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.group_advice);
-        Err(Rejected { code: ErrorCode::Refused, message })
+        Err(format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.group_advice))
     }
 }
 
@@ -128,8 +120,8 @@ fn inode(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Sends the reason to the peer.
-pub(super) fn send_rejection(socket: &OwnedFd, Rejected { code, message }: Rejected) {
+/// Sends an error to the peer of a refused connection.
+pub(super) fn send_error(socket: &OwnedFd, code: ErrorCode, message: String) {
     let mut record = Vec::new();
     if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
         // Fails if the peer is gone.

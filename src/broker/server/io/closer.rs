@@ -1,161 +1,109 @@
-//! Closes descriptors that other processes can block, away from the event loop.
+//! Closes descriptors in threads.
 //!
-//! A peer can make close(2) of its descriptors block indefinitely: a TCP socket with `SO_LINGER`, or a file whose FUSE daemon does not
-//! answer. This also applies to a connection with such descriptors in its queue, because the kernel closes them in the thread that closes
-//! the connection.
-//!
-//! Each user has its own thread and limit, so blocked closes affect only their sender.
+//! The close of memory takes time in proportion to its size. Other descriptors that a client sent can block it: a TCP socket with
+//! `SO_LINGER`, or a file whose FUSE daemon does not answer. This also applies to a connection with such descriptors in its queue, because
+//! the kernel closes them in the thread that closes the connection. So these have their own threads.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, hash_map::Entry},
     io,
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, PoisonError, mpsc::Sender},
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{self, Receiver, Sender},
+    },
     thread,
 };
 
 use mio::Waker;
 use rustix::net::{RecvFlags, Shutdown, recv, shutdown, sockopt};
 
-use super::finished::{Closed, Finished};
 use crate::{
-    broker::server::verbs::effects::Origin,
+    broker::server::admit::Resource,
     channel::record::{Next, is_gone, peek},
 };
-
-/// The most unclosed descriptors per user. Beyond that, the user's connections are refused.
-const MAX_BLOCKED: usize = 256;
-
-/// The most closer threads. Further users wait.
-const MAX_THREADS: usize = 64;
 
 /// The most records to discard before a thread closes the connection instead.
 const MAX_DISCARDED: usize = 16;
 
-/// A user's unclosed descriptors.
-#[derive(Debug, Default)]
-struct CloseQueue {
-    waiting: Vec<OwnedFd>,
-    /// Waiting descriptors that count towards the user's connection limit.
-    connections: usize,
-    /// Including descriptors being closed.
-    descriptors: usize,
-    /// Descriptors that are not connections.
-    files: usize,
-    /// Whether the user has a thread or waits for one.
-    busy: bool,
+type Batch = (u32, Vec<OwnedFd>);
+
+/// Reported to the event loop: a user's descriptors are closed.
+pub(super) struct Closed {
+    pub(super) resource: Resource,
+    pub(super) uid: u32,
+    pub(super) count: u64,
 }
 
-/// The closer threads and their queues.
-#[derive(Debug)]
-pub(super) struct Closers {
-    queues: HashMap<Origin, CloseQueue>,
-    /// Users waiting for a thread.
-    turns: VecDeque<Origin>,
+/// Threads that close descriptors of one kind. At most one closes the descriptors of a user, so a blocked close delays its sender alone.
+pub(super) struct Closer {
+    resource: Resource,
+    max_threads: usize,
     threads: usize,
-    descriptors: usize,
-    done: Sender<Finished>,
+    /// Users with a batch, and the descriptors that follow it.
+    users: HashMap<u32, Vec<OwnedFd>>,
+    batches: Sender<Batch>,
+    /// The threads end when the last batch is closed and this closer is dropped.
+    queue: Arc<Mutex<Receiver<Batch>>>,
+    done: Sender<Closed>,
     waker: Arc<Waker>,
 }
 
-impl Closers {
-    pub(super) fn new(done: Sender<Finished>, waker: Arc<Waker>) -> Self {
-        Self { queues: HashMap::new(), turns: VecDeque::new(), threads: 0, descriptors: 0, done, waker }
+impl Closer {
+    pub(super) fn new(resource: Resource, max_threads: usize, done: Sender<Closed>, waker: Arc<Waker>) -> Self {
+        let (batches, queue) = mpsc::channel();
+        let queue = Arc::new(Mutex::new(queue));
+        Self { resource, max_threads, threads: 0, users: HashMap::new(), batches, queue, done, waker }
     }
 
-    /// The number of unclosed descriptors.
-    pub(super) fn descriptors(&self) -> usize {
-        self.descriptors
-    }
-
-    /// A user's unclosed descriptors, without connections counted for the user.
-    pub(super) fn files_of(&self, uid: u32) -> usize {
-        self.queues.get(&Some(uid)).map_or(0, |queue| queue.files)
-    }
-
-    /// Refuses a user with too many unclosed descriptors.
-    pub(super) fn check(&self, uid: u32) -> Result<(), String> {
-        let blocked = self.queues.get(&Some(uid)).map_or(0, |queue| queue.descriptors);
-        if blocked < MAX_BLOCKED {
-            return Ok(());
+    /// Closes a user's descriptors. [`Closed`] follows.
+    pub(super) fn close(&mut self, uid: u32, fds: Vec<OwnedFd>) {
+        match self.users.entry(uid) {
+            Entry::Occupied(mut waiting) => waiting.get_mut().extend(fds),
+            Entry::Vacant(entry) => {
+                entry.insert(Vec::new());
+                // Does not fail: this closer holds the receiver.
+                let _ = self.batches.send((uid, fds));
+                self.start_threads();
+            }
         }
-        Err(format!(
-            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MAX_BLOCKED}: connect again \
-            when they are closed"
-        ))
     }
 
-    /// Closes descriptors in a thread. `connections` of them count towards the user's connection limit until they are closed.
-    pub(super) fn close(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
-        if fds.is_empty() {
-            return;
+    /// Continues with a user's next descriptors after a batch.
+    pub(super) fn closed(&mut self, uid: u32) {
+        if let Some(fds) = self.users.remove(&uid).filter(|fds| !fds.is_empty()) {
+            self.close(uid, fds);
         }
-        self.descriptors += fds.len();
-        let queue = self.queues.entry(of).or_default();
-        queue.descriptors += fds.len();
-        queue.files += fds.len() - connections;
-        queue.connections += connections;
-        queue.waiting.extend(fds);
-        if !queue.busy {
-            queue.busy = true;
-            self.turns.push_back(of);
-        }
-        self.start();
     }
 
-    pub(super) fn start(&mut self) {
-        while self.threads < MAX_THREADS
-            && let Some(of) = self.turns.pop_front()
-        {
-            let Some(queue) = self.queues.get_mut(&of) else { continue };
-            let fds = std::mem::take(&mut queue.waiting);
-            let connections = std::mem::take(&mut queue.connections);
-            let count = fds.len();
-            let done = self.done.clone();
-            let waker = Arc::clone(&self.waker);
-            // Shared, so that a failed spawn does not close them here.
-            let fds = Arc::new(Mutex::new(fds));
-            let to_close = Arc::clone(&fds);
+    /// Whether a thread is missing because it could not be started.
+    pub(super) fn lacks_threads(&self) -> bool {
+        self.threads < self.max_threads.min(self.users.len())
+    }
+
+    /// Starts a thread for each user with a batch, as far as allowed. They wait for further batches.
+    pub(super) fn start_threads(&mut self) {
+        while self.lacks_threads() {
+            let (resource, done, waker) = (self.resource, self.done.clone(), Arc::clone(&self.waker));
+            let queue = Arc::clone(&self.queue);
+            let next = move || queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
             let close = move || {
-                drop(std::mem::take(&mut *to_close.lock().unwrap_or_else(PoisonError::into_inner)));
-                // Fails if the event loop has ended.
-                let closed = Finished::Closed(Closed { of, count, connections });
-                if done.send(closed).is_ok()
-                    && let Err(error) = waker.wake()
-                {
-                    tracing::error!(%error, "cannot wake the event loop");
+                while let Ok((uid, fds)) = next() {
+                    let count = fds.len() as u64;
+                    drop(fds);
+                    // Fails if the event loop has ended.
+                    if done.send(Closed { resource, uid, count }).is_ok()
+                        && let Err(error) = waker.wake()
+                    {
+                        tracing::error!(%error, "cannot wake the event loop");
+                    }
                 }
             };
             if let Err(error) = thread::Builder::new().name("closer".to_owned()).spawn(close) {
-                tracing::error!(%error, "cannot start a thread to close descriptors: retrying");
-                queue.waiting = std::mem::take(&mut *fds.lock().unwrap_or_else(PoisonError::into_inner));
-                queue.connections = connections;
-                self.turns.push_front(of);
-                return;
+                return tracing::error!(%error, "cannot start a thread to close descriptors: retrying");
             }
             self.threads += 1;
         }
-    }
-
-    /// Whether users still wait because a thread could not be started.
-    pub(super) fn wants_thread(&self) -> bool {
-        self.threads < MAX_THREADS && !self.turns.is_empty()
-    }
-
-    /// Handles the result of a thread.
-    pub(super) fn closed(&mut self, Closed { of, count, connections }: Closed) {
-        self.threads -= 1;
-        self.descriptors -= count;
-        if let Some(queue) = self.queues.get_mut(&of) {
-            queue.descriptors -= count;
-            queue.files -= count - connections;
-            if queue.waiting.is_empty() {
-                self.queues.remove(&of);
-            } else {
-                self.turns.push_back(of);
-            }
-        }
-        self.start();
     }
 }
 

@@ -12,8 +12,9 @@ use std::{
 
 use crate::{
     broker::server::{
+        admit::{Resource, Users},
         state::objects::Objects,
-        verbs::effects::{Deadline, Outgoing},
+        verbs::effects::Outgoing,
     },
     channel::record::send_raw,
     sys,
@@ -24,19 +25,16 @@ pub(super) struct ClientConnection {
     pub(super) socket: UnixStream,
     pub(super) uid: u32,
     pub(super) pid: i32,
-    pub(super) deadline: Option<Deadline>,
-    /// When the deadline's timer fires.
-    pub(super) timer: Option<Instant>,
     /// Records that the socket has not accepted yet.
     queue: VecDeque<Outgoing>,
     /// Records of the answer that wait for acknowledgements.
     rest: VecDeque<Outgoing>,
     /// Segments of the lease sent up to the last record.
     sent_segments: u64,
-    /// Unsent bytes counted for the user.
-    counted: u64,
     /// Upper bound of the descriptors that the peer has not read.
-    pub(super) unread: usize,
+    unread: usize,
+    /// Unread descriptors and unsent bytes, as counted for the user.
+    counted: (u64, u64),
     /// When an answer started to wait for room for its descriptors.
     pub(super) wants_room_since: Option<Instant>,
     /// When the peer stopped reading.
@@ -56,13 +54,6 @@ pub(super) enum Sent {
     Gone,
 }
 
-/// Unsent bytes of a connection: the previous count, and now.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Unsent {
-    pub(super) before: u64,
-    pub(super) now: u64,
-}
-
 impl ClientConnection {
     /// `socket` must be non-blocking.
     pub(super) fn new(socket: OwnedFd, uid: u32, pid: i32) -> Self {
@@ -70,13 +61,11 @@ impl ClientConnection {
             socket: socket.into(),
             uid,
             pid,
-            deadline: None,
-            timer: None,
             queue: VecDeque::new(),
             rest: VecDeque::new(),
             sent_segments: 0,
-            counted: 0,
             unread: 0,
+            counted: (0, 0),
             wants_room_since: None,
             unread_since: None,
             listed: false,
@@ -120,15 +109,26 @@ impl ClientConnection {
         self.queue.push_back(outgoing);
     }
 
-    /// Counts unsent bytes.
-    pub(super) fn update_unsent(&mut self) -> Unsent {
-        let now = self.queue.iter().chain(&self.rest).map(|record| record.bytes.len() as u64).sum();
-        Unsent { before: std::mem::replace(&mut self.counted, now), now }
+    /// Counts unread descriptors and unsent bytes for the user. Returns whether any bytes are unsent.
+    pub(super) fn count(&mut self, users: &mut Users) -> bool {
+        let unsent: usize = self.queue.iter().chain(&self.rest).map(|record| record.bytes.len()).sum();
+        users.recount(self.uid, Resource::InFlight, &mut self.counted.0, self.unread as u64);
+        users.recount(self.uid, Resource::Answers, &mut self.counted.1, unsent as u64);
+        unsent > 0
     }
 
-    /// The last result of [`ClientConnection::update_unsent`].
-    pub(super) fn counted_unsent(&self) -> u64 {
-        self.counted
+    /// Ends a connection. Returns whether its peer has unread descriptors.
+    pub(super) fn close(&mut self, users: &mut Users) -> bool {
+        self.queue.clear();
+        self.rest.clear();
+        let lingers = self.is_unread(users) && self.unread > 0;
+        if lingers {
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        } else {
+            self.unread = 0;
+        }
+        self.count(users);
+        lingers
     }
 
     /// Discards an incompletely sent answer.
@@ -171,22 +171,23 @@ impl ClientConnection {
         Sent::All
     }
 
-    /// The number of descriptors that the peer has not read, including queued ones. Asks the kernel only if there were any.
-    pub(super) fn unread(&mut self) -> usize {
+    /// Whether the peer has unread data. Asks the kernel only if it had any.
+    pub(super) fn is_unread(&mut self, users: &mut Users) -> bool {
         if self.unread_since.is_some()
             && self.queue.is_empty()
             && sys::unread(self.socket.as_fd()).is_ok_and(|bytes| bytes == 0)
         {
             self.unread = 0;
             self.unread_since = None;
+            self.count(users);
         }
-        self.unread + self.queued()
+        self.unread_since.is_some()
     }
 
-    /// Whether the peer has unread data. Asks the kernel.
-    pub(super) fn is_unread(&mut self) -> bool {
-        self.unread();
-        self.unread_since.is_some()
+    /// Whether the peer has not read all descriptors.
+    pub(super) fn has_unread_descriptors(&mut self, users: &mut Users) -> bool {
+        self.is_unread(users);
+        self.unread + self.queued() > 0
     }
 }
 

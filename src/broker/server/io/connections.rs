@@ -6,18 +6,35 @@ use std::{
 };
 
 use super::connection::ClientConnection;
-use crate::broker::server::state::caller::ConnectionId;
+use crate::broker::server::{admit::Users, state::caller::ConnectionId};
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Connections {
     all: HashMap<ConnectionId, ClientConnection>,
-    /// Connections that may have data to read.
+    /// Closed connections whose peers have unread descriptors: these stay in flight until the peer reads them or closes its socket.
+    lingering: Vec<ClientConnection>,
+    /// Connections that may have data to read, in the order in which it arrived.
     readable: Vec<ConnectionId>,
     /// Connections whose peers may have unread data.
     unread: HashSet<ConnectionId>,
+    /// When the kernel was last asked about them.
+    asked: Instant,
+    /// Connections of each user that are not read until its memory is closed.
+    suspended: HashMap<u32, Vec<ConnectionId>>,
 }
 
 impl Connections {
+    pub(super) fn new() -> Self {
+        Self {
+            all: HashMap::new(),
+            lingering: Vec::new(),
+            readable: Vec::new(),
+            unread: HashSet::new(),
+            asked: Instant::now(),
+            suspended: HashMap::new(),
+        }
+    }
+
     pub(super) fn get(&self, id: ConnectionId) -> Option<&ClientConnection> {
         self.all.get(&id)
     }
@@ -31,28 +48,23 @@ impl Connections {
     }
 
     pub(super) fn remove(&mut self, id: ConnectionId) -> Option<ClientConnection> {
-        self.unread.remove(&id);
         self.all.remove(&id)
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.all.len()
+    /// Keeps a closed connection until its peer has read the descriptors.
+    pub(super) fn linger(&mut self, connection: ClientConnection) {
+        self.lingering.push(connection);
     }
 
     pub(super) fn ids(&self) -> Vec<ConnectionId> {
         self.all.keys().copied().collect()
     }
 
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (ConnectionId, &mut ClientConnection)> {
-        self.all.iter_mut().map(|(id, connection)| (*id, connection))
-    }
-
     /// Marks a connection as possibly readable.
     pub(super) fn list(&mut self, id: ConnectionId) {
-        if let Some(connection) = self.all.get_mut(&id)
-            && !connection.listed
+        if let Some(connection) = self.get_mut(id)
+            && !std::mem::replace(&mut connection.listed, true)
         {
-            connection.listed = true;
             self.readable.push(id);
         }
     }
@@ -63,12 +75,22 @@ impl Connections {
 
     /// Takes the connections that may have data to read.
     pub(super) fn take_listed(&mut self) -> Vec<ConnectionId> {
-        let mut listed = std::mem::take(&mut self.readable);
-        listed.retain(|id| {
-            let connection = self.all.get_mut(id);
-            connection.map(|connection| connection.listed = false).is_some()
-        });
+        let listed = std::mem::take(&mut self.readable);
+        for id in &listed {
+            if let Some(connection) = self.all.get_mut(id) {
+                connection.listed = false;
+            }
+        }
         listed
+    }
+
+    /// Reads from a connection again only after [`Connections::resume`] for its user.
+    pub(super) fn suspend(&mut self, id: ConnectionId, uid: u32) {
+        self.suspended.entry(uid).or_default().push(id);
+    }
+
+    pub(super) fn resume(&mut self, uid: u32) {
+        self.suspended.remove(&uid).into_iter().flatten().for_each(|id| self.list(id));
     }
 
     /// Marks a connection whose peer may have unread data.
@@ -76,12 +98,21 @@ impl Connections {
         self.unread.insert(id);
     }
 
-    /// Asks the kernel which peers have unread data. Returns connections whose peers have not read for longer than `limit`.
-    pub(super) fn stuck(&mut self, now: Instant, max: Duration) -> Vec<ConnectionId> {
+    /// Asks the kernel which peers have unread data, at most once in `interval`. Returns closed connections whose peers have none.
+    pub(super) fn settle(&mut self, users: &mut Users, interval: Duration) -> Vec<ClientConnection> {
+        if self.asked.elapsed() < interval {
+            return Vec::new();
+        }
+        self.asked = Instant::now();
         let all = &mut self.all;
-        self.unread.retain(|id| all.get_mut(id).is_some_and(ClientConnection::is_unread));
+        self.unread.retain(|id| all.get_mut(id).is_some_and(|connection| connection.is_unread(users)));
+        self.lingering.extract_if(.., |connection| !connection.is_unread(users)).collect()
+    }
+
+    /// Connections whose peers have not read for longer than `max`.
+    pub(super) fn stuck(&self, now: Instant, max: Duration) -> Vec<ConnectionId> {
         let is_stuck = |id: &&ConnectionId| {
-            let since = self.all.get(*id).and_then(|connection| connection.unread_since);
+            let since = self.get(**id).and_then(|connection| connection.unread_since);
             since.is_some_and(|since| now.saturating_duration_since(since) > max)
         };
         self.unread.iter().filter(is_stuck).copied().collect()
@@ -89,6 +120,6 @@ impl Connections {
 
     /// Whether some peers have unread data.
     pub(super) fn any_unread(&self) -> bool {
-        !self.unread.is_empty()
+        !self.unread.is_empty() || !self.lingering.is_empty()
     }
 }

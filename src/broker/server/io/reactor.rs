@@ -11,26 +11,23 @@ use std::{
 };
 
 use mio::{Events, Interest, Poll, Token as Key, Waker, unix::SourceFd};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::resource::{self, getrlimit, setrlimit};
 
 use super::{
     admission::{Admission, restrict},
-    backlog::{Backlog, Released},
-    closer::Closers,
+    closer::{Closed, Closer},
     connections::Connections,
-    finished::Finished,
-    flight::Flight,
-    keeper::{KEEPER, KeeperLink, LoopContext, STORE},
+    keeper::{KEEPER, KeeperLink, STORE},
     timers::{Timer, Timers},
-    worker::{MAX_CLOSING, Worker},
 };
 use crate::{
     broker::{
         keeper::Keeper,
         notify,
         server::{
+            admit::Resource,
             limits::TimeLimits,
-            state::{caller::ConnectionId, objects::Total, repeats, root::State, time::Time},
+            state::{caller::ConnectionId, objects::ServerReport, repeats, root::State, time::Time},
             verbs::{connection, effects::Effects, list, publish, watch},
         },
     },
@@ -51,6 +48,9 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 /// Timers run per turn.
 const TIMERS_PER_TURN: usize = 128;
 
+/// The most threads that close memory, and other descriptors. Further users wait.
+const MAX_THREADS: (usize, usize) = (2, 64);
+
 /// The descriptor table is preallocated for this many descriptors, at 8 bytes each.
 const MAX_PREALLOCATED: usize = 1 << 20;
 
@@ -61,14 +61,14 @@ pub(crate) struct Reactor {
     pub(super) cancel: Cancel,
     pub(super) admission: Admission,
     pub(super) connections: Connections,
-    pub(super) flight: Flight,
-    pub(super) backlog: Backlog,
     pub(super) timers: Timers,
-    pub(super) keeper_link: KeeperLink,
-    pub(super) worker: Worker,
-    pub(super) closers: Closers,
-    limits: TimeLimits,
-    finished: Receiver<Finished>,
+    pub(super) keeper: KeeperLink,
+    /// Closes memory.
+    pub(super) closing: Closer,
+    /// Closes descriptors whose close a peer can block.
+    pub(super) blocking: Closer,
+    pub(super) limits: TimeLimits,
+    closed: Receiver<Closed>,
     /// The receive buffer.
     pub(super) incoming: Vec<u8>,
 }
@@ -77,7 +77,7 @@ impl Reactor {
     pub(crate) fn new(
         state: State,
         admission: Admission,
-        keeper_link: KeeperLink,
+        keeper: KeeperLink,
         limits: TimeLimits,
         cancel: &Cancel,
     ) -> Result<Self> {
@@ -87,31 +87,28 @@ impl Reactor {
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
         drop(occupied);
         let sources = [(admission.listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
-        let leave = keeper_link.leave_request().map(|leave| (leave.as_fd(), LEAVE));
+        let leave = keeper.leave.as_ref().map(|leave| (leave.as_fd(), LEAVE));
         for (fd, key) in sources.into_iter().chain(leave) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
         restrict(&admission.listener);
-        let (done, finished) = mpsc::channel();
-        let worker = Worker::start(done.clone(), Arc::clone(&waker))?;
-        keeper_link.register(&state, poll.registry()).map_err(failed("watch the keeper"))?;
+        let (done, closed) = mpsc::channel();
         let mut reactor = Self {
             state,
             poll,
             cancel: cancel.clone(),
             admission,
-            connections: Connections::default(),
-            flight: Flight::new(raise_limit()),
-            backlog: Backlog::default(),
+            connections: Connections::new(),
             timers: Timers::default(),
-            keeper_link,
-            worker,
-            closers: Closers::new(done, waker),
+            keeper,
+            closing: Closer::new(Resource::Closing, MAX_THREADS.0, done.clone(), Arc::clone(&waker)),
+            blocking: Closer::new(Resource::Blocking, MAX_THREADS.1, done, waker),
             limits,
-            finished,
+            closed,
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
+        reactor.register_keeper().map_err(failed("watch the keeper"))?;
         reactor.feed_watchdog();
         reactor.timers.set(limits.file, Timer::SocketFile);
         if reactor.state.objects.awaits_clients() || reactor.state.changes.reserves_names {
@@ -122,25 +119,27 @@ impl Reactor {
 
     /// Whether this server has ended its keeper.
     pub(crate) fn ended_keeper(&self) -> bool {
-        self.keeper_link.ended_keeper
+        self.keeper.ended_keeper
     }
 
     /// Serves until cancelled. Returns the totals at that time. A fork's request to cancel could not wake the event loop.
-    pub(crate) fn run(&mut self) -> Result<Total> {
+    pub(crate) fn run(&mut self) -> Result<ServerReport> {
         self.cancel.check_fork()?;
         let total = self.state.objects.total();
         tracing::info!(
             path = %self.admission.listener.path().display(),
-            keeper = self.keeper_link.keeper_pid(),
-            objects = total.counts.objects,
-            versions = total.counts.versions,
-            leases = total.counts.leases,
+            keeper = self.keeper.pid(),
+            objects = total.objects,
+            versions = total.versions,
+            leases = total.leases,
             size = about(total.bytes),
             restarts = self.state.objects.events().restarts(),
             "serving"
         );
         let mut events = Events::with_capacity(1024);
         while !self.should_stop() {
+            // `should_stop` may have asked the keeper for a confirmation, and nothing else may wake an idle server's loop.
+            self.sync_store();
             match self.poll.poll(&mut events, self.poll_timeout()) {
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                     return Err(Error::system("wait for connections", error));
@@ -149,8 +148,8 @@ impl Reactor {
             }
             self.state.objects.now = Time::now();
             self.take_events(&events);
-            self.take_finished();
-            if !self.keeper_link.is_leaving(&self.state) {
+            self.take_closed();
+            if !self.is_leaving() {
                 self.accept();
                 self.serve();
             }
@@ -165,12 +164,9 @@ impl Reactor {
             match event.token() {
                 LISTENER => self.admission.acceptable = true,
                 WAKER | CANCEL => {}
-                KEEPER => self.keeper_link.exited = true,
-                STORE => self.keeper_link.readable |= event.is_readable() || event.is_read_closed(),
-                LEAVE => {
-                    let (keeper_link, mut context) = self.keeper_link();
-                    keeper_link.start_leave(&mut context);
-                }
+                KEEPER => self.keeper.exited = true,
+                STORE => self.keeper.readable |= event.is_readable() || event.is_read_closed(),
+                LEAVE => self.start_leave(),
                 Key(key) => {
                     let id = ConnectionId(key as u64);
                     if event.is_writable() {
@@ -182,19 +178,14 @@ impl Reactor {
         }
     }
 
-    /// Handles results of other threads.
-    fn take_finished(&mut self) {
-        for finished in self.finished.try_iter().collect::<Vec<_>>() {
-            match finished {
-                // [`Reactor::run_timers`] resumes reading.
-                Finished::CaughtUp => {}
-                Finished::Closed(closed) => {
-                    let (of, connections) = (closed.of, closed.connections);
-                    self.closers.closed(closed);
-                    if let Some(uid) = of {
-                        (0..connections).for_each(|_| self.state.objects.users().remove_connection(uid));
-                    }
-                }
+    /// Counts what the closers have closed.
+    fn take_closed(&mut self) {
+        for Closed { resource, uid, count } in self.closed.try_iter().collect::<Vec<_>>() {
+            self.closer(resource).closed(uid);
+            let users = self.state.objects.users();
+            users.sub(uid, resource, count);
+            if users.has_room(uid, Resource::Closing, 0) {
+                self.connections.resume(uid);
             }
         }
     }
@@ -216,31 +207,14 @@ impl Reactor {
         self.execute(effects);
     }
 
-    /// The keeper, and the parts of the event loop that it uses.
-    pub(super) fn keeper_link(&mut self) -> (&mut KeeperLink, LoopContext<'_>) {
-        let Self { keeper_link, state, timers, poll, limits, cancel, .. } = self;
-        (keeper_link, LoopContext { state, timers, registry: poll.registry(), limits, cancel })
-    }
-
-    fn should_stop(&mut self) -> bool {
-        let (keeper_link, mut context) = self.keeper_link();
-        if keeper_link.should_stop(&mut context) {
-            return true;
-        }
-        // `should_stop` may have asked the keeper for a confirmation, and nothing else may wake an idle server's loop.
-        self.sync_store();
-        false
-    }
-
     /// Sends queued messages to the keeper, and publishes confirmed versions.
     pub(super) fn sync_store(&mut self) {
         if self.state.objects.store().keeper() == Keeper::None && self.state.changes.unconfirmed.is_empty() {
             return;
         }
         loop {
-            let (keeper_link, mut context) = self.keeper_link();
-            keeper_link.flush(&mut context);
-            self.state.keeper_pid = self.keeper_link.keeper_pid();
+            self.flush_keeper();
+            self.state.keeper_pid = self.keeper.pid();
             let mut any = false;
             self.with(|state, effects| any = publish::complete_confirmed(state, effects));
             if !any {
@@ -250,12 +224,11 @@ impl Reactor {
     }
 
     /// Ends all connections, and reports whether the objects are kept or freed.
-    fn end(&mut self) -> Total {
+    fn end(&mut self) -> ServerReport {
         const MESSAGE: &str = "the broker is stopping: reconnect when it runs again";
         // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
-        let (keeper_link, mut context) = self.keeper_link();
-        keeper_link.report_end(&mut context);
+        self.report_end();
         if self.state.objects.store().keeper() == Keeper::None {
             for id in self.connections.ids() {
                 self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
@@ -268,8 +241,9 @@ impl Reactor {
             self.send_error(id, ErrorCode::Interrupted, MESSAGE);
         }
         // Closing may block; the peers see the shutdown first.
-        for (_, connection) in self.connections.iter_mut() {
-            let _ = connection.socket.shutdown(std::net::Shutdown::Both);
+        for id in self.connections.ids() {
+            let connection = self.connections.get(id);
+            connection.into_iter().for_each(|connection| drop(connection.socket.shutdown(std::net::Shutdown::Both)));
         }
         total
     }
@@ -325,7 +299,7 @@ impl Reactor {
     }
 
     fn poll_timeout(&self) -> Option<Duration> {
-        let can_serve = !self.keeper_link.is_leaving(&self.state);
+        let can_serve = !self.is_leaving();
         if can_serve && (self.admission.acceptable || self.connections.any_listed()) || self.state.has_work() {
             return Some(Duration::ZERO);
         }
@@ -340,23 +314,19 @@ impl Reactor {
         let now = self.state.objects.now.at;
         self.state.objects.clean_up_closed();
         self.state.objects.begin_turn();
-        if self.backlog.any() && !self.is_behind() {
-            self.receive_again();
-        }
         for _ in 0..TIMERS_PER_TURN {
             // In each iteration: a timer may release leases and so schedule expiries.
             self.schedule_expiries();
             let Some(timer) = self.timers.pop(now) else { break };
             match timer {
-                Timer::Connection(id) => self.check_deadline(id, now),
+                Timer::Connection(id) => self.with(|state, effects| connection::deadline_passed(state, effects, id)),
                 Timer::Retry(id) => self.send_more(id),
                 Timer::Name(name) => self.state.objects.expire(&name),
                 Timer::Accept => self.admission.acceptable = true,
                 Timer::Sweep => self.sweep(now),
-                Timer::Store => self.sync_store(),
+                Timer::Store | Timer::Leave => self.sync_store(),
                 Timer::Keeper => {
-                    let (keeper_link, mut context) = self.keeper_link();
-                    keeper_link.check(&mut context);
+                    self.check_keeper();
                     self.sync_store();
                 }
                 Timer::SocketFile => self.check_socket_file(),
@@ -370,84 +340,32 @@ impl Reactor {
         }
         self.schedule_expiries();
         if !self.state.repeats.is_empty() {
-            self.timers.set_once(repeats::INTERVAL, Timer::RepeatLimiter);
+            self.timers.set_by(repeats::INTERVAL, Timer::RepeatLimiter);
         }
-        self.worker.close(self.state.objects.take_garbage());
+        self.close_garbage();
     }
 
     fn schedule_expiries(&mut self) {
-        for expiry in self.state.objects.take_expiries() {
-            self.timers.set_at(expiry.at, Timer::Name(expiry.name), expiry.before);
+        for (name, at) in self.state.objects.take_expiries() {
+            self.timers.set_or_cancel(at, Timer::Name(name));
         }
     }
 
     pub(super) fn sweep_later(&mut self) {
-        self.timers.set_once(SWEEP_INTERVAL, Timer::Sweep);
+        self.timers.set_by(SWEEP_INTERVAL, Timer::Sweep);
     }
 
     /// Disconnects clients that do not read, and retries failed work.
     fn sweep(&mut self, now: Instant) {
-        self.closers.start();
-        self.count_unread();
+        self.closing.start_threads();
+        self.blocking.start_threads();
+        self.settle(Duration::ZERO);
         for id in self.connections.stuck(now, self.state.timeout) {
             self.disconnect_stalled(id);
         }
-        if self.connections.any_unread() || self.flight.abandoned() > 0 || self.closers.wants_thread() {
+        if self.connections.any_unread() || self.closing.lacks_threads() || self.blocking.lacks_threads() {
             self.sweep_later();
         }
-    }
-
-    /// Handles a connection's timer. Its deadline may have moved.
-    fn check_deadline(&mut self, id: ConnectionId, now: Instant) {
-        let Some(connection) = self.connections.get_mut(id) else { return };
-        connection.timer = None;
-        match connection.deadline {
-            None => {}
-            Some(deadline) if deadline.at > now => self.set_timer(id, deadline.at),
-            // [`Reactor::receive_again`] moves the deadline.
-            Some(deadline) if deadline.stops && self.backlog.is_suspended(connection.uid) => {}
-            Some(_) => {
-                connection.deadline = None;
-                self.with(|state, effects| connection::deadline_passed(state, effects, id));
-            }
-        }
-    }
-
-    /// Sets a connection's timer, unless it fires earlier anyway.
-    pub(super) fn set_timer(&mut self, id: ConnectionId, at: Instant) {
-        let Some(connection) = self.connections.get_mut(id) else { return };
-        // One timer per connection: a client can make requests with new deadlines at any rate.
-        if connection.timer.is_none_or(|timer| timer > at) {
-            let before = connection.timer.replace(at);
-            self.timers.set_at(at, Timer::Connection(id), before);
-        }
-    }
-
-    /// Whether users must slow down because much memory is still to be closed.
-    pub(super) fn is_behind(&self) -> bool {
-        self.worker.closing() > MAX_CLOSING
-    }
-
-    /// Resumes reading from connections that waited for memory to be closed. Extends their users' suspended deadlines.
-    fn receive_again(&mut self) {
-        let Released { connections, users } = self.backlog.release(Instant::now());
-        let mut moved = Vec::new();
-        for (id, connection) in self.connections.iter_mut() {
-            if let Some(deadline) = connection.deadline.as_mut().filter(|deadline| deadline.stops)
-                && let Some(stopped) = users.get(&connection.uid)
-            {
-                deadline.at += *stopped;
-                moved.push((id, deadline.at));
-            }
-        }
-        moved.into_iter().for_each(|(id, at)| self.set_timer(id, at));
-        connections.into_iter().for_each(|id| self.connections.list(id));
-    }
-
-    /// Approximate number of this process's descriptors, plus the announced descriptors of pending puts.
-    pub(super) fn descriptors(&self) -> usize {
-        let closing = self.worker.closing() + self.closers.descriptors();
-        self.connections.len() + self.flight.abandoned() + self.state.objects.descriptors() + closing
     }
 }
 
@@ -462,7 +380,7 @@ pub(crate) fn preallocate_descriptor_table(fd: BorrowedFd<'_>, descriptors: usiz
 
 /// Raises the open-file limit as far as allowed, and returns it.
 pub(crate) fn raise_limit() -> usize {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
-    let raised = soft >= hard || setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
+    let Ok((soft, hard)) = getrlimit(resource::Resource::RLIMIT_NOFILE) else { return 1024 };
+    let raised = soft >= hard || setrlimit(resource::Resource::RLIMIT_NOFILE, hard, hard).is_ok();
     usize::try_from(if raised { hard } else { soft }).unwrap_or(usize::MAX)
 }

@@ -10,29 +10,29 @@ use mio::{Interest, Token as Key, unix::SourceFd};
 use rustix::net::{RecvFlags, ReturnFlags};
 
 use super::{
-    admission::{Rejected, send_rejection},
-    closer::is_drained,
+    admission::send_error,
+    closer::{Closer, is_drained},
     connection::{ClientConnection, Sent},
-    keeper::IN_FLIGHT_RETRY,
     reactor::Reactor,
     timers::Timer,
 };
 use crate::{
     broker::server::{
+        admit::{NOBODY, Resource},
         state::{
             caller::{Caller, ConnectionId},
             inspect::{Kind, kind},
-            room::{DescriptorRoom, SPARE},
+            root::State,
             time::Time,
         },
         verbs::{
             connection,
             dispatch::{handle, wants_descriptors},
-            effects::{Effect, Effects, Origin, Outgoing},
+            effects::{Effect, Effects, Outgoing},
         },
     },
     channel::record::{Raw, has_descriptors, is_gone, receive_raw},
-    error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    error::{BrokerError, Error, ErrorCode, ProtocolError, RefusalCode, Result},
     sys,
     wire::{Failure, broker::Message, is_error},
 };
@@ -77,7 +77,7 @@ impl Reactor {
                         tracing::error!(error = error.in_full(), "cannot accept connections: retrying in 100 ms");
                     }
                     self.admission.acceptable = false;
-                    self.timers.set_once(Duration::from_millis(100), Timer::Accept);
+                    self.timers.set_by(Duration::from_millis(100), Timer::Accept);
                 }
             }
         }
@@ -88,21 +88,19 @@ impl Reactor {
         let caller = match self.admission.identify(&socket) {
             Ok(caller) => caller,
             Err(error) => {
-                self.close_refused(socket, None);
+                self.close_refused(socket, NOBODY);
                 return Err(error);
             }
         };
-        let id = caller.connection;
-        let uid = caller.uid;
-        let pid = caller.pid;
-        if let Err(rejected) = self.admission.check(&caller) {
-            self.reject_connection(&caller, &socket, rejected);
-            self.close_refused(socket, None);
-            return Ok(());
-        }
-        if let Err(message) = self.check_admission(&caller) {
-            self.reject_connection(&caller, &socket, Rejected { code: ErrorCode::Full, message });
-            self.close_refused(socket, Some(uid));
+        let Caller { connection: id, uid, pid, .. } = caller;
+        let users = self.state.objects.users();
+        let check = |resource| users.check(uid, resource, 1).map_err(|full| (uid, ErrorCode::Full, full.message));
+        let allowed = self.admission.check(&caller).map_err(|message| (NOBODY, ErrorCode::Refused, message));
+        let allowed = allowed.and_then(|()| check(Resource::Blocking)).and_then(|()| check(Resource::Connections));
+        if let Err((of, code, message)) = allowed {
+            log_once!(self.should_log(uid, "a connection refused"), info, uid, pid, message, "refused a connection");
+            send_error(&socket, code, message);
+            self.close_refused(socket, of);
             return Ok(());
         }
         let registry = self.poll.registry();
@@ -110,7 +108,7 @@ impl Reactor {
         // Fails if the kernel lacks the option: descriptors are then always accepted.
         let _ = sys::pass_descriptors(socket.as_fd(), true);
         if let Err(error) = watched {
-            self.close_refused(socket, Some(uid));
+            self.close_refused(socket, uid);
             return Err(Error::system("watch a connection", error));
         }
         self.connections.insert(id, ClientConnection::new(socket, uid, pid));
@@ -118,26 +116,9 @@ impl Reactor {
         Ok(())
     }
 
-    fn check_admission(&mut self, caller: &Caller) -> Result<(), String> {
-        self.state.objects.users().check_connection(caller.uid).map_err(|refusal| refusal.message)?;
-        self.closers.check(caller.uid)?;
-        let room = self.room(caller.uid);
-        room.require(&self.state.objects, caller, 1).map_err(|refusal| refusal.message)
-    }
-
-    fn reject_connection(&mut self, caller: &Caller, socket: &OwnedFd, rejected: Rejected) {
-        let (&Caller { uid, pid, .. }, message) = (caller, &rejected.message);
-        log_once!(self.should_log(uid, "a connection refused"), info, uid, pid, message, "refused a connection");
-        send_rejection(socket, rejected);
-    }
-
     /// Whether to log a line that clients can trigger.
     fn should_log(&mut self, uid: u32, kind: &'static str) -> bool {
         self.state.repeats.should_log(uid, kind)
-    }
-
-    fn room(&self, uid: u32) -> DescriptorRoom {
-        DescriptorRoom { used: self.descriptors(), limit: self.flight.limit, closing: self.closers.files_of(uid) }
     }
 }
 
@@ -187,11 +168,14 @@ impl Reactor {
 
     /// Fails if the next record may carry descriptors that can't be closed or exceed the limit. The kernel would close the latter in this
     /// thread.
-    fn check_room_to_receive(&self, id: ConnectionId) -> Result<(), String> {
+    fn check_room_to_receive(&mut self, id: ConnectionId) -> Result<(), String> {
         let Some(connection) = self.connections.get(id) else { return Ok(()) };
-        self.closers.check(connection.uid)?;
-        let limit = self.flight.limit;
-        if self.descriptors() + SPARE > limit && has_descriptors(connection) {
+        let users = self.state.objects.users();
+        if !users.has_room(connection.uid, Resource::Blocking, 1) {
+            users.check(connection.uid, Resource::Blocking, 1).map_err(|refusal| refusal.message)?;
+        }
+        if users.is_full() && has_descriptors(connection) {
+            let limit = users.limits.files;
             return Err(format!(
                 "the broker is near its limit of {limit} descriptors and can't receive more: raise the limit (ulimit -n)"
             ));
@@ -199,14 +183,15 @@ impl Reactor {
         Ok(())
     }
 
-    /// Whether a connection must wait because the worker can't close memory as fast as its user sends it.
+    /// Whether a connection must wait because its user sends memory faster than it is closed.
     fn must_wait(&mut self, id: ConnectionId) -> bool {
         // Close versions that the previous records replaced.
-        self.worker.close(self.state.objects.take_garbage());
-        let Some(connection) = self.connections.get(id).filter(|_| self.is_behind()) else { return false };
-        let waits = self.backlog.is_full(connection.uid) && has_descriptors(connection);
+        self.close_garbage();
+        let Some(connection) = self.connections.get(id) else { return false };
+        let uid = connection.uid;
+        let waits = !self.state.objects.users().has_room(uid, Resource::Closing, 0) && has_descriptors(connection);
         if waits {
-            self.backlog.suspend(id, connection.uid, Instant::now());
+            self.connections.suspend(id, uid);
         }
         waits
     }
@@ -214,54 +199,45 @@ impl Reactor {
     fn record(&mut self, id: ConnectionId, incoming: &[u8], raw: Raw) {
         let Raw { bytes, flags, fds } = raw;
         let Some(uid) = self.connections.get(id).map(|connection| connection.uid) else {
-            return self.close_fds(None, fds);
+            return self.close_fds(NOBODY, fds);
         };
-        if !fds.is_empty() && self.is_behind() {
-            self.backlog.count(uid, fds.len());
+        let is_whole = bytes < incoming.len() && !flags.contains(ReturnFlags::TRUNC);
+        let bytes = &incoming[..bytes];
+        if bytes.is_empty() || is_error(bytes) {
+            self.close_fds(uid, fds);
+            return self.disconnect(id, "the peer closed it, or sent an error");
         }
-        let problem = if bytes == 0 {
-            self.close_fds(Some(uid), fds);
-            return self.disconnect(id, "the peer closed it");
-        } else if flags.contains(ReturnFlags::CTRUNC) {
-            let message = "descriptors were cut off: the broker's open-file limit is reached (ulimit -n)".to_owned();
-            Some((ErrorCode::Failed, message, "descriptors were cut off"))
-        } else if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
-            let message = "the record exceeds the protocol's maximum length".to_owned();
-            Some((ErrorCode::Protocol, message, "protocol violation"))
+        let message = if flags.contains(ReturnFlags::CTRUNC) {
+            let message = "descriptors were cut off: the broker's open-file limit is reached (ulimit -n)";
+            Err((ErrorCode::Failed, message.to_owned()))
+        } else if !is_whole {
+            Err((ErrorCode::Protocol, "the record exceeds the protocol's maximum length".to_owned()))
         } else {
-            None
+            Message::decode(bytes, fds.len()).map_err(|error| match error {
+                ProtocolError::Version { .. } => (ErrorCode::Version, error.to_string()),
+                _ => (ErrorCode::Protocol, error.to_string()),
+            })
         };
-        if let Some((code, message, why)) = problem {
-            self.close_fds(Some(uid), fds);
-            return self.end_connection(id, code, &message, why);
-        }
-        match Message::decode(&incoming[..bytes], fds.len()) {
+        match message {
             Ok(message) => self.message(id, uid, message, fds),
-            Err(_) if is_error(&incoming[..bytes]) => {
-                self.close_fds(Some(uid), fds);
-                self.disconnect(id, "it sent an undecodable error");
-            }
-            Err(error) => {
-                self.close_fds(Some(uid), fds);
-                let code = match error {
-                    crate::error::ProtocolError::Version { .. } => ErrorCode::Version,
-                    _ => ErrorCode::Protocol,
-                };
-                self.end_connection(id, code, &error.to_string(), "protocol violation");
+            Err((code, message)) => {
+                self.close_fds(uid, fds);
+                self.end_connection(id, code, &message, "protocol violation");
             }
         }
     }
 
     fn message(&mut self, id: ConnectionId, uid: u32, message: Message, fds: Vec<OwnedFd>) {
         // The kernel counts unread descriptors for this process.
-        if wants_descriptors(&message) && self.connections.get_mut(id).map_or(0, ClientConnection::unread) > 0 {
-            self.close_fds(Some(uid), fds);
+        let users = self.state.objects.users();
+        let connection = self.connections.get_mut(id).filter(|_| wants_descriptors(&message));
+        if connection.is_some_and(|connection| connection.has_unread_descriptors(users)) {
+            self.close_fds(uid, fds);
             let message = "the request arrived before the descriptors of the previous reply were read";
             return self.end_connection(id, ErrorCode::Protocol, message, "protocol violation");
         }
-        let room = self.room(uid);
         self.state.objects.now = Time::now();
-        self.with(|state, effects| handle(state, effects, &room, id, message, fds));
+        self.with(|state, effects| handle(state, effects, id, message, fds));
     }
 }
 
@@ -288,31 +264,23 @@ impl Reactor {
                 Effect::End { client, code, message, why } => self.end_connection(client, code, &message, why),
                 Effect::Close { client, why } => self.disconnect(client, why),
                 Effect::Deadline { client, deadline } => {
-                    let Some(connection) = self.connections.get_mut(client) else { continue };
-                    connection.deadline = deadline;
-                    if let Some(deadline) = deadline {
-                        self.set_timer(client, deadline.at);
-                    }
+                    let deadline = deadline.filter(|_| self.connections.get(client).is_some());
+                    self.timers.set_or_cancel(deadline, Timer::Connection(client));
                 }
                 Effect::Listen(client) => self.connections.list(client),
-                Effect::CloseFds { of, fds } => self.close_fds(of, fds),
-                Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, &outcome, since.elapsed()),
+                Effect::CloseFds { of, fds } => self.close_fds(of.unwrap_or(NOBODY), fds),
+                Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, outcome, since.elapsed()),
                 Effect::Store => self.sync_store(),
             }
         }
     }
 
-    /// Sends queued records.
+    /// Sends queued records. Disconnects the client if its user leaves too much unread.
     fn flush_queue(&mut self, id: ConnectionId) {
         self.dispatch(id);
-        self.update_unsent(id);
-    }
-
-    /// Updates the user's unsent bytes. Disconnects the client if the user's connections leave too much unread.
-    fn update_unsent(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(id) else { return };
-        let (unsent, uid) = (connection.update_unsent(), connection.uid);
-        if self.state.objects.users().set_unread(uid, unsent.before, unsent.now) && unsent.now > 0 {
+        let users = self.state.objects.users();
+        if connection.count(users) && !users.has_room(connection.uid, Resource::Answers, 0) {
             self.disconnect_stalled(id);
         }
     }
@@ -320,53 +288,52 @@ impl Reactor {
     /// Sends queued records if there is room for their descriptors.
     fn dispatch(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get(id) else { return };
-        let (more, uid) = (connection.queued(), connection.uid);
-        if more > 0 {
-            let mut read = Vec::new();
-            let has_room = self.flight.has_room(&mut self.connections, uid, more, &mut read);
-            read.into_iter().for_each(|(socket, uid)| self.close_connection(socket, uid));
-            if !has_room {
-                return self.retry_for_room(id, uid);
-            }
+        if !self.has_room_in_flight(connection.uid, connection.queued()) {
+            return self.retry_for_room(id);
         }
         let Some(connection) = self.connections.get_mut(id) else { return };
-        connection.wants_room_since = None;
         let sent = connection.flush(&self.state.objects);
-        let is_unread = connection.unread_since.is_some();
-        let unread = connection.unread;
         let is_done = connection.is_done();
-        if is_unread {
+        if sent != Sent::InFlight {
+            connection.wants_room_since = None;
+        }
+        if connection.unread_since.is_some() {
             self.connections.note_unread(id);
-            if unread > 0 {
-                self.flight.add(id);
-            }
             self.sweep_later();
         }
         match sent {
             Sent::All if is_done => connection::all_sent(&mut self.state, id),
             Sent::All => {}
             Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
-            Sent::InFlight => self.timers.set(IN_FLIGHT_RETRY, Timer::Retry(id)),
+            Sent::InFlight => self.retry_for_room(id),
             Sent::Gone => self.disconnect(id, "the peer is gone"),
         }
     }
 
+    /// Whether more descriptors can be sent to a user. If not, looks which earlier ones have been read.
+    fn has_room_in_flight(&mut self, uid: u32, more: usize) -> bool {
+        let has_room = |state: &mut State| state.objects.users().has_room(uid, Resource::InFlight, more as u64);
+        more == 0 || has_room(&mut self.state) || {
+            self.settle(RETRY_INTERVAL);
+            has_room(&mut self.state)
+        }
+    }
+
     /// Retries a reply later, or refuses it after [`RETRY_TIMEOUT`].
-    fn retry_for_room(&mut self, id: ConnectionId, uid: u32) {
+    fn retry_for_room(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
         if since.elapsed() < RETRY_TIMEOUT {
             return self.timers.set(RETRY_INTERVAL, Timer::Retry(id));
         }
         connection.wants_room_since = None;
-        let more = connection.queued();
+        let users = self.state.objects.users();
+        let refusal = users.check(connection.uid, Resource::InFlight, connection.queued() as u64).err();
         connection.discard_answer();
-        let room = self.flight.room(&self.connections, uid);
-        let message = format!(
-            "the answer needs {more} descriptors, but only {room} more can be sent to uid {uid} while earlier ones are unread: its \
-            processes must read or close them"
-        );
-        let refusal = BrokerError::new(RefusalCode::Full, message);
+        let refusal = refusal.unwrap_or_else(|| {
+            let message = "the kernel's limit on unread descriptors is reached: raise the broker's limit (ulimit -n)";
+            BrokerError::new(RefusalCode::Full, message)
+        });
         self.with(|state, effects| connection::send_failed(state, effects, id, refusal));
     }
 
@@ -422,65 +389,80 @@ impl Reactor {
     }
 
     pub(super) fn disconnect(&mut self, id: ConnectionId, why: &'static str) {
-        let Some(connection) = self.connections.remove(id) else { return };
+        let Some(mut connection) = self.connections.remove(id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
         tracing::debug!(uid, pid, why, "closed a connection");
-        self.flight.remove(id);
-        self.state.objects.users().set_unread(uid, connection.counted_unsent(), 0);
-        // The socket is closed before another client is served in its place. Until then, the user's connection count includes it.
-        let source = connection.as_fd().as_raw_fd();
-        let unread = connection.unread;
         let registry = self.poll.registry();
-        let deregistered = registry.deregister(&mut SourceFd(&source));
-        if let Err(error) = deregistered {
+        if let Err(error) = registry.deregister(&mut SourceFd(&connection.as_fd().as_raw_fd())) {
             tracing::debug!(%error, "cannot remove a connection from the event loop");
         }
-        match self.flight.abandon(connection.socket, uid, unread) {
-            Some(socket) => self.close_connection(socket.into(), uid),
-            None => self.sweep_later(),
+        self.timers.cancel(&Timer::Connection(id));
+        self.timers.cancel(&Timer::Retry(id));
+        // The socket is closed before another client is served in its place. Until then, the user's connection count includes it.
+        if connection.close(self.state.objects.users()) {
+            self.connections.linger(connection);
+            self.sweep_later();
+        } else {
+            self.close_connection(connection);
         }
         self.with(|state, effects| connection::disconnected(state, effects, id));
     }
 
-    /// Asks the kernel which connections have read their descriptors.
-    pub(super) fn count_unread(&mut self) {
-        for (socket, uid) in self.flight.count(&mut self.connections) {
-            self.close_connection(socket, uid);
+    /// Asks the kernel which connections have read their descriptors, at most once in `interval`.
+    pub(super) fn settle(&mut self, interval: Duration) {
+        for connection in self.connections.settle(self.state.objects.users(), interval) {
+            self.close_connection(connection);
         }
     }
 
     /// Closes descriptors that a client sent and the server did not keep.
-    fn close_fds(&mut self, of: Origin, fds: Vec<OwnedFd>) {
-        let (foreign, memory): (Vec<_>, Vec<_>) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
-        self.worker.close(memory);
-        self.close_in_thread(of, foreign, 0);
+    fn close_fds(&mut self, uid: u32, fds: Vec<OwnedFd>) {
+        let (foreign, memory) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
+        self.close_in_thread(Resource::Closing, uid, memory);
+        self.close_in_thread(Resource::Blocking, uid, foreign);
+    }
+
+    /// Closes the memory of versions that are gone.
+    pub(super) fn close_garbage(&mut self) {
+        for (uid, fds) in self.state.objects.take_garbage() {
+            self.close_in_thread(Resource::Closing, uid, fds);
+        }
     }
 
     /// Closes a connection counted for a user. The peer sees the end at once.
-    fn close_connection(&mut self, socket: OwnedFd, uid: u32) {
-        if is_drained(&socket) {
-            drop(socket);
-            self.state.objects.users().remove_connection(uid);
-        } else {
-            self.close_in_thread(Some(uid), vec![socket], 1);
-        }
+    fn close_connection(&mut self, ClientConnection { socket, uid, .. }: ClientConnection) {
+        self.state.objects.users().sub(uid, Resource::Connections, 1);
+        self.close_socket(socket.into(), uid);
     }
 
     /// Closes a connection that was not served.
-    fn close_refused(&mut self, socket: OwnedFd, of: Origin) {
+    fn close_refused(&mut self, socket: OwnedFd, uid: u32) {
         // If the kernel has refused descriptors from the start, no record has any.
-        let without = sys::passes_descriptors(socket.as_fd()).is_ok_and(|passes| !passes);
-        if without || is_drained(&socket) {
-            drop(socket);
-        } else {
-            self.close_in_thread(of, vec![socket], 0);
+        if sys::passes_descriptors(socket.as_fd()).is_ok_and(|passes| !passes) {
+            return;
+        }
+        self.close_socket(socket, uid);
+    }
+
+    fn close_socket(&mut self, socket: OwnedFd, uid: u32) {
+        if !is_drained(&socket) {
+            self.close_in_thread(Resource::Blocking, uid, vec![socket]);
         }
     }
 
-    fn close_in_thread(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
-        self.closers.close(of, fds, connections);
-        if self.closers.wants_thread() {
+    fn close_in_thread(&mut self, resource: Resource, uid: u32, fds: Vec<OwnedFd>) {
+        if fds.is_empty() {
+            return;
+        }
+        self.state.objects.users().add(uid, resource, fds.len() as u64);
+        let closer = self.closer(resource);
+        closer.close(uid, fds);
+        if closer.lacks_threads() {
             self.sweep_later();
         }
+    }
+
+    pub(super) fn closer(&mut self, resource: Resource) -> &mut Closer {
+        if resource == Resource::Blocking { &mut self.blocking } else { &mut self.closing }
     }
 }

@@ -1,16 +1,16 @@
 //! The timer queue.
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use crate::{broker::server::state::caller::ConnectionId, channel::deadline_after};
 
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
-    /// Checks a connection's deadline, which may have moved.
+    /// A client's deadline.
     Connection(ConnectionId),
     /// Retries a connection's send.
     Retry(ConnectionId),
@@ -24,6 +24,8 @@ pub(super) enum Timer {
     Store,
     /// Checks whether the keeper reads its messages.
     Keeper,
+    /// Wakes a stopping server that has waited long enough for its keeper.
+    Leave,
     /// Checks that the socket's file still exists.
     SocketFile,
     /// Notifies the init's watchdog.
@@ -34,35 +36,48 @@ pub(super) enum Timer {
     RepeatLimiter,
 }
 
+/// Timers, each set at most once.
 #[derive(Debug, Default)]
 pub(super) struct Timers {
-    all: BTreeSet<(Instant, Timer)>,
-    /// Timers set by [`Timers::set_once`].
-    once: HashSet<Timer>,
+    queue: BTreeSet<(Instant, Timer)>,
+    set: BTreeMap<Timer, Instant>,
 }
 
 impl Timers {
+    /// Sets a timer, or moves it.
+    fn set_at(&mut self, at: Instant, timer: Timer) {
+        self.cancel(&timer);
+        self.set.insert(timer.clone(), at);
+        self.queue.insert((at, timer));
+    }
+
     pub(super) fn set(&mut self, after: Duration, timer: Timer) {
-        self.all.insert((deadline_after(after), timer));
+        self.set_at(deadline_after(after), timer);
     }
 
-    /// Sets a timer unless it is already set.
-    pub(super) fn set_once(&mut self, after: Duration, timer: Timer) {
-        if self.once.insert(timer.clone()) {
-            self.set(after, timer);
+    /// Sets a timer, unless it fires earlier anyway.
+    pub(super) fn set_by(&mut self, after: Duration, timer: Timer) {
+        let at = deadline_after(after);
+        if self.set.get(&timer).is_none_or(|earlier| *earlier > at) {
+            self.set_at(at, timer);
         }
     }
 
-    /// Moves a timer from `before` to `at`.
-    pub(super) fn set_at(&mut self, at: Instant, timer: Timer, before: Option<Instant>) {
-        if let Some(before) = before {
-            self.all.remove(&(before, timer.clone()));
+    pub(super) fn set_or_cancel(&mut self, at: Option<Instant>, timer: Timer) {
+        match at {
+            Some(at) => self.set_at(at, timer),
+            None => self.cancel(&timer),
         }
-        self.all.insert((at, timer));
+    }
+
+    pub(super) fn cancel(&mut self, timer: &Timer) {
+        if let Some(at) = self.set.remove(timer) {
+            self.queue.remove(&(at, timer.clone()));
+        }
     }
 
     pub(super) fn first(&self) -> Option<Instant> {
-        self.all.first().map(|(at, _)| *at)
+        self.queue.first().map(|(at, _)| *at)
     }
 
     /// Takes the first timer if it is due.
@@ -70,8 +85,8 @@ impl Timers {
         if self.first().is_none_or(|at| at > now) {
             return None;
         }
-        let (_, timer) = self.all.pop_first()?;
-        self.once.remove(&timer);
+        let (_, timer) = self.queue.pop_first()?;
+        self.set.remove(&timer);
         Some(timer)
     }
 }

@@ -23,8 +23,8 @@ impl ConnectionId {
 /// An operation that needs permission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Right {
-    Read,
-    Write,
+    Read = 0o4,
+    Write = 0o2,
 }
 
 /// The peer process of a connection, as the kernel recorded it at connect time.
@@ -62,20 +62,12 @@ impl Caller {
 
     /// Whether the caller has this permission on a name with this owner and mode.
     pub(crate) fn may(&self, right: Right, owner: Owner, mode: u16) -> bool {
-        let bit = match right {
-            Right::Read => 0o4,
-            Right::Write => 0o2,
-        };
-        if self.is_superuser() {
-            return true;
-        }
-        mode_bits(self.uid, owner, mode, || self.is_member_of(owner.gid)) & bit != 0
+        may(self.uid, right, owner, mode, || self.is_member_of(owner.gid))
     }
 
     /// The caller's permissions, without its connection.
     pub(crate) fn reader(&self, recalls: bool) -> Reader {
-        let Self { uid, gid, .. } = *self;
-        Reader { is_superuser: self.is_superuser(), uid, gid, groups: Arc::clone(&self.groups), recalls }
+        Reader { uid: self.uid, gid: self.gid, groups: Arc::clone(&self.groups), recalls }
     }
 
     /// As [`Caller::may`], but returns a refusal.
@@ -83,10 +75,7 @@ impl Caller {
         if self.may(right, owner, mode) {
             return Ok(());
         }
-        let what = match right {
-            Right::Read => "read",
-            Right::Write => "replace",
-        };
+        let what = if right == Right::Read { "read" } else { "replace" };
         let Owner { uid, gid } = owner;
         refuse!(
             Denied,
@@ -109,7 +98,6 @@ pub(crate) fn is_superuser(uid: u32) -> bool {
 /// The credentials that decide which names a process may read, and the events that its watch requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Reader {
-    is_superuser: bool,
     uid: u32,
     gid: u32,
     groups: Arc<[u32]>,
@@ -121,20 +109,23 @@ impl Reader {
     /// Whether an event is sent: it is requested, and the process may read its name, as for [`Caller::may`] of [`Right::Read`].
     pub(crate) fn sees(&self, Seen { event, owner, mode }: &Seen) -> bool {
         let is_of = || self.gid == owner.gid || self.groups.contains(&owner.gid);
-        let may_read = || self.is_superuser || mode_bits(self.uid, *owner, *mode, is_of) & 0o4 != 0;
-        (!self.recalls || event.kind == EventKind::Recalled) && may_read()
+        (!self.recalls || event.kind == EventKind::Recalled) && may(self.uid, Right::Read, *owner, *mode, is_of)
     }
 }
 
-/// The mode bits that apply to a user. As for files, the first matching class decides.
-fn mode_bits(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> u16 {
-    if uid == owner.uid && uid != sys::overflow_uid() {
+/// Whether a user has a permission. As for files, the first matching class of the mode's bits decides.
+fn may(uid: u32, right: Right, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> bool {
+    if is_superuser(uid) {
+        return true;
+    }
+    let bits = if uid == owner.uid && uid != sys::overflow_uid() {
         mode >> 6
     } else if is_of_group() {
         mode >> 3
     } else {
         mode
-    }
+    };
+    bits & right as u16 != 0
 }
 
 /// The command of a process, if the process is visible in this PID namespace. Reads `/proc`, which does not block.

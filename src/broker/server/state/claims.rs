@@ -1,29 +1,23 @@
 //! Claims: which client will create an object that does not exist yet.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::{
     caller::{Caller, ConnectionId},
     random::random,
-    refuse,
 };
 use crate::{
-    error::{BrokerError, RefusalCode},
+    broker::server::admit::{Resource, Users},
+    error::BrokerError,
     wire::broker::{ClaimHeader, HeldClaim, Token},
 };
-
-/// The most claims per connection, and per user.
-const MAX_CLAIMS: usize = 256;
-const MAX_CLAIMS_OF_USER: usize = 4096;
 
 /// Claims on missing objects, or on their parts.
 #[derive(Debug, Default)]
 pub(crate) struct Claims {
     names: HashMap<String, Vec<Holder>>,
-    /// Claimed names of each connection, by token.
-    held: HashMap<ConnectionId, HashMap<Token, String>>,
-    /// The number of claims per user.
-    users: HashMap<u32, usize>,
+    /// Claimed names, by connection and token.
+    held: BTreeMap<(ConnectionId, Token), String>,
 }
 
 #[derive(Debug)]
@@ -44,6 +38,7 @@ impl Claims {
     /// [`RefusalCode::Quota`] if the caller holds too many claims.
     pub(crate) fn grant(
         &mut self,
+        users: &mut Users,
         name: &str,
         caller: &Caller,
         claim: &ClaimHeader,
@@ -60,23 +55,12 @@ impl Claims {
             return Ok(None);
         }
         let Caller { connection, pid, uid, .. } = *caller;
-        let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
-        let of_user = self.users.get(&uid).copied().unwrap_or(0);
-        if of_connection >= MAX_CLAIMS || of_user >= MAX_CLAIMS_OF_USER {
-            return refuse(
-                RefusalCode::Quota,
-                format!(
-                    "this connection holds {of_connection} of at most {MAX_CLAIMS} claims, and uid {uid} {of_user} of at most \
-                {MAX_CLAIMS_OF_USER}: put the claimed objects or release the claims"
-                ),
-            );
-        }
+        users.take(uid, Resource::Claims, 1)?;
         let token = Token(random());
         let command = caller.command.clone();
         let holder = Holder { connection, pid, uid, command, since_ms: now_ms, token, claim: claim.clone() };
         self.names.entry(name.to_owned()).or_default().push(holder);
-        self.held.entry(connection).or_default().insert(token, name.to_owned());
-        *self.users.entry(uid).or_default() += 1;
+        self.held.insert((connection, token), name.to_owned());
         Ok(Some(token))
     }
 
@@ -103,43 +87,34 @@ impl Claims {
     }
 
     /// Releases a claim. Returns its object's name.
-    pub(crate) fn end(&mut self, connection: ConnectionId, token: Token) -> Option<String> {
-        let name = self.held.get(&connection)?.get(&token)?.clone();
+    pub(crate) fn end(&mut self, users: &mut Users, connection: ConnectionId, token: Token) -> Option<String> {
+        let name = self.held.get(&(connection, token))?.clone();
         let holders = self.names.get_mut(&name)?;
         let at = holders.iter().position(|holder| holder.token == token)?;
         let holder = holders.remove(at);
         if holders.is_empty() {
             self.names.remove(&name);
         }
-        self.forget(&holder);
+        self.forget(users, &holder);
         Some(name)
     }
 
     /// Releases all claims on a name, because the object exists now.
-    pub(crate) fn release_all(&mut self, name: &str) {
+    pub(crate) fn release_all(&mut self, users: &mut Users, name: &str) {
         for holder in self.names.remove(name).unwrap_or_default() {
-            self.forget(&holder);
+            self.forget(users, &holder);
         }
     }
 
     /// Releases all claims of a connection. Returns the objects' names.
-    pub(crate) fn release_connection(&mut self, connection: ConnectionId) -> HashSet<String> {
-        let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
-        tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
+    pub(crate) fn release_connection(&mut self, users: &mut Users, connection: ConnectionId) -> HashSet<String> {
+        let of_connection = (connection, Token([0; 16]))..=(connection, Token([u8::MAX; 16]));
+        let tokens: Vec<Token> = self.held.range(of_connection).map(|((_, token), _)| *token).collect();
+        tokens.into_iter().filter_map(|token| self.end(users, connection, token)).collect()
     }
 
-    fn forget(&mut self, holder: &Holder) {
-        if let Some(held) = self.held.get_mut(&holder.connection) {
-            held.remove(&holder.token);
-            if held.is_empty() {
-                self.held.remove(&holder.connection);
-            }
-        }
-        if let Some(count) = self.users.get_mut(&holder.uid) {
-            *count -= 1;
-            if *count == 0 {
-                self.users.remove(&holder.uid);
-            }
-        }
+    fn forget(&mut self, users: &mut Users, holder: &Holder) {
+        users.sub(holder.uid, Resource::Claims, 1);
+        self.held.remove(&(holder.connection, holder.token));
     }
 }

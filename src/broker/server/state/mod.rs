@@ -6,7 +6,7 @@
 //! | `client` | each client's leases and pending request |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
-//! | `caller`, `quota`, `room` | users: permissions, limits, descriptors |
+//! | `caller` | users: permissions |
 //! | `time`, `random` | time of the current request; tokens |
 
 use crate::error::{BrokerError, RefusalCode};
@@ -24,10 +24,8 @@ pub(super) mod client;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;
-pub(super) mod quota;
 pub(super) mod random;
 pub(super) mod repeats;
-pub(super) mod room;
 pub(super) mod root;
 pub(super) mod time;
 pub(super) mod waits;

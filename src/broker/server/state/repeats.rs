@@ -2,53 +2,35 @@
 
 use std::{collections::HashMap, time::Duration};
 
-/// Interval at which repetitions are logged. A kind without repetitions in one interval is logged in full again.
+/// Interval at which repetitions are logged. Afterwards, the next line of each kind is logged in full again.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(60);
 
 /// The most tracked pairs of user and kind. Each subordinate user counts.
 const MAX: usize = 1024;
 
-/// Log lines of the last minute.
+/// How often each user's kinds of lines occurred in this minute.
 #[derive(Debug, Default)]
-pub(crate) struct RepeatLimiter {
-    /// Repetitions of each kind since it was last logged.
-    counts: HashMap<(u32, &'static str), u64>,
-    /// Repetitions of untracked users and kinds.
-    others: u64,
-}
+pub(crate) struct RepeatLimiter(HashMap<(u32, &'static str), u64>);
 
 impl RepeatLimiter {
-    /// Whether to log this line in full: the first of its kind and user in a minute. Further lines are counted.
+    /// Whether to log this line in full: the first of its kind and user in a minute.
     pub(crate) fn should_log(&mut self, uid: u32, kind: &'static str) -> bool {
-        if let Some(count) = self.counts.get_mut(&(uid, kind)) {
-            *count += 1;
+        if self.0.len() >= MAX && !self.0.contains_key(&(uid, kind)) {
             return false;
         }
-        let has_room = self.counts.len() < MAX;
-        if has_room {
-            self.counts.insert((uid, kind), 0);
-        } else {
-            self.others += 1;
-        }
-        has_room
+        let count = self.0.entry((uid, kind)).or_default();
+        *count += 1;
+        *count == 1
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.counts.is_empty() && self.others == 0
+        self.0.is_empty()
     }
 
-    /// Logs the repetitions of the last minute, and forgets kinds without repetitions.
+    /// Logs the repetitions of the last minute.
     pub(crate) fn log(&mut self) {
-        self.counts.retain(|(uid, kind), count| {
-            let count = std::mem::take(count);
-            if count > 0 {
-                tracing::info!(uid, count, "repeated in the last minute: {kind}");
-            }
-            count > 0
-        });
-        let count = std::mem::take(&mut self.others);
-        if count > 0 {
-            tracing::info!(count, "events of other users in the last minute, not logged individually");
+        for ((uid, kind), count) in self.0.drain().filter(|(_, count)| *count > 1) {
+            tracing::info!(uid, count = count - 1, "repeated in the last minute: {kind}");
         }
     }
 }
@@ -62,18 +44,10 @@ mod tests {
         let mut repeats = RepeatLimiter::default();
         assert!(repeats.should_log(1, "a") && repeats.should_log(1, "b") && repeats.should_log(2, "a"));
         assert!(!repeats.should_log(1, "a") && !repeats.should_log(1, "a"));
-        assert_eq!(repeats.counts[&(1, "a")], 2);
-        // A kind that keeps repeating is logged as a count.
-        repeats.log();
-        assert_eq!(repeats.counts, HashMap::from([((1, "a"), 0)]));
-        assert!(!repeats.should_log(1, "a") && repeats.should_log(1, "b"));
-        repeats.log();
+        assert_eq!(repeats.0[&(1, "a")], 3);
         repeats.log();
         assert!(repeats.is_empty() && repeats.should_log(1, "a"));
-        let logged = (0..10 * MAX as u32).filter(|uid| repeats.should_log(*uid, "c")).count();
-        assert!(logged < MAX && repeats.counts.len() == MAX && repeats.others > 0);
-        repeats.log();
-        repeats.log();
-        assert!(repeats.is_empty());
+        let logged = (2..10 * MAX as u32).filter(|uid| repeats.should_log(*uid, "c")).count();
+        assert_eq!(logged, MAX - 1);
     }
 }

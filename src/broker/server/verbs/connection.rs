@@ -1,6 +1,6 @@
 //! Connects, hellos, disconnects, deadlines, and completed sends.
 
-use std::process;
+use std::{process, time::Duration};
 
 use super::{
     effects::{Effect, Effects},
@@ -9,10 +9,13 @@ use super::{
     watch::page_sent,
 };
 use crate::{
-    broker::server::state::{
-        caller::{Caller, ConnectionId},
-        client::{ClientState, PendingRequest},
-        root::State,
+    broker::server::{
+        admit::Resource,
+        state::{
+            caller::{Caller, ConnectionId},
+            client::{ClientState, PendingRequest},
+            root::State,
+        },
     },
     error::{BrokerError, ErrorCode},
     wire::{
@@ -24,7 +27,7 @@ use crate::{
 /// Adds a client, which must send a hello.
 pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
     let id = caller.connection;
-    state.objects.users().add_connection(caller.uid);
+    state.objects.users().add(caller.uid, Resource::Connections, 1);
     state.clients.insert(id, ClientState::new(caller));
     effects.deadline(id, state.objects.now.after(state.timeout));
     effects.push(Effect::Listen(id));
@@ -62,7 +65,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     let uid = client.caller.uid;
     state.watchers.remove(id);
     if let Some(request_info) = &client.request_info {
-        state.objects.users().remove_request(uid, request_info.bytes);
+        state.objects.users().sub(uid, Resource::Requests, request_info.bytes);
     }
     match client.request {
         PendingRequest::Upload { version, .. } => publish::discard(state, effects, *version),
@@ -76,12 +79,20 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     get::end_claims(state, effects, id);
 }
 
+/// How long an upload is extended if the event loop does not read from its user.
+const EXTENSION: Duration = Duration::from_secs(1);
+
+/// Handles a client's deadline.
 pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get(&id) else { return };
     let code = ErrorCode::Timeout;
     if !client.greeted {
         let message = format!("no hello within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
+    } else if matches!(client.request, PendingRequest::Upload { .. } | PendingRequest::Parts(_))
+        && !state.objects.users().has_room(client.caller.uid, Resource::Closing, 0)
+    {
+        effects.deadline(id, state.objects.now.after(EXTENSION));
     } else if matches!(client.request, PendingRequest::Upload { .. }) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "its put timed out" });

@@ -15,7 +15,10 @@ use super::{
     watch::watch,
 };
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::RequestInfo, room::DescriptorRoom, root::State},
+    broker::server::{
+        admit::Resource,
+        state::{caller::ConnectionId, client::RequestInfo, root::State},
+    },
     error::BrokerError,
     wire::{MAX_BODY, broker::Message},
 };
@@ -25,14 +28,7 @@ pub(crate) fn wants_descriptors(message: &Message) -> bool {
     matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_))
 }
 
-pub(crate) fn handle(
-    state: &mut State,
-    effects: &mut Effects,
-    room: &DescriptorRoom,
-    id: ConnectionId,
-    message: Message,
-    fds: Vec<OwnedFd>,
-) {
+pub(crate) fn handle(state: &mut State, effects: &mut Effects, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
     let Some(client) = state.clients.get(&id) else { return effects.close_fds(None, fds) };
     let of = Some(client.caller.uid);
     tracing::trace!(kind = message.name(), pid = client.caller.pid, "received");
@@ -54,7 +50,7 @@ pub(crate) fn handle(
             effects.protocol_error(id, format!("{} arrived before the previous request was answered", other.name()));
         }
         other => match begin_request(state, id, &other) {
-            Ok(()) => request(state, effects, room, id, other, fds),
+            Ok(()) => request(state, effects, id, other, fds),
             Err(refusal) => {
                 effects.close_fds(of, fds);
                 refuse(state, effects, id, refusal);
@@ -64,16 +60,9 @@ pub(crate) fn handle(
 }
 
 /// Handles a message that needs an answer.
-fn request(
-    state: &mut State,
-    effects: &mut Effects,
-    room: &DescriptorRoom,
-    id: ConnectionId,
-    message: Message,
-    fds: Vec<OwnedFd>,
-) {
+fn request(state: &mut State, effects: &mut Effects, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
     match message {
-        Message::Put(message) => put(state, effects, room, id, *message, fds),
+        Message::Put(message) => put(state, effects, id, *message, fds),
         Message::Get(message) => get(state, effects, id, *message),
         Message::List(message) => list(state, effects, id, &message),
         Message::Stat(message) => stat(state, effects, id, &message),
@@ -82,7 +71,7 @@ fn request(
         Message::Recall(message) => recall(state, effects, id, &message),
         Message::Resume(message) => resume(state, effects, id, message),
         Message::Watch(message) => watch(state, id, message),
-        Message::Measure(_) => measure(state, effects, room, id),
+        Message::Measure(_) => measure(state, effects, id),
         other => {
             effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
             effects.protocol_error(id, format!("{} arrived, which only a broker sends", other.name()));
@@ -97,7 +86,7 @@ fn request(
 fn begin_request(state: &mut State, id: ConnectionId, request: &Message) -> Result<(), BrokerError> {
     let Some(client) = state.clients.get_mut(&id) else { return Ok(()) };
     let memory = memory_of(request);
-    let counted = state.objects.users().add_request(client.caller.uid, memory);
+    let counted = state.objects.users().take(client.caller.uid, Resource::Requests, memory);
     let bytes = if counted.is_ok() { memory } else { 0 };
     client.request_info = Some(RequestInfo { verb: request.name(), since: state.objects.now.at, bytes });
     counted

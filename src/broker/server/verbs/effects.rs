@@ -36,7 +36,7 @@ pub(crate) enum Effect {
     /// Sets or clears the client's deadline. At the deadline, the loop calls [`super::connection::deadline_passed`].
     Deadline {
         client: ConnectionId,
-        deadline: Option<Deadline>,
+        deadline: Option<Instant>,
     },
     /// Resumes reading from a client that waited.
     Listen(ConnectionId),
@@ -52,13 +52,6 @@ pub(crate) enum Effect {
     },
     /// Sends queued messages to the keeper, then calls [`super::publish::publish_confirmed`].
     Store,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    pub(crate) at: Instant,
-    /// Whether the client waits for a user's upload. The deadline is suspended while the event loop does not read from that user.
-    pub(crate) stops: bool,
 }
 
 /// Instructions for the event loop, in order.
@@ -78,12 +71,7 @@ impl Effects {
     }
 
     pub(crate) fn deadline(&mut self, client: ConnectionId, at: Instant) {
-        self.push(Effect::Deadline { client, deadline: Some(Deadline { at, stops: false }) });
-    }
-
-    /// Sets a deadline that is suspended while the event loop does not read from the user.
-    pub(crate) fn upload_deadline(&mut self, client: ConnectionId, at: Instant) {
-        self.push(Effect::Deadline { client, deadline: Some(Deadline { at, stops: true }) });
+        self.push(Effect::Deadline { client, deadline: Some(at) });
     }
 
     /// Disconnects a peer that violated the protocol.

@@ -53,8 +53,10 @@ fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: 
 fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: PendingGet, name: &str) {
     let Some(client) = state.clients.get(&id) else { return };
     if let Some(claim) = &waiting.get.claim {
+        let now_ms = state.objects.now.ms;
         let allowed = state.objects.check_claim(&client.caller, name);
-        match allowed.and_then(|()| state.claims.grant(name, &client.caller, claim, state.objects.now.ms)) {
+        let users = state.objects.users();
+        match allowed.and_then(|()| state.claims.grant(users, name, &client.caller, claim, now_ms)) {
             Ok(None) => {}
             Ok(Some(token)) => return reply(state, effects, id, &Message::Claimed(Claimed { token })),
             Err(refusal) => return refuse(state, effects, id, refusal),
@@ -98,7 +100,7 @@ pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: Conne
 
 /// Handles a new version: releases claims on the name, and answers waiting gets.
 pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
-    state.claims.release_all(name);
+    state.claims.release_all(state.objects.users(), name);
     wake(state, effects, name);
 }
 
@@ -114,13 +116,13 @@ fn wake(state: &mut State, effects: &mut Effects, name: &str) {
 }
 
 pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
-    if let Some(name) = state.claims.end(id, token) {
+    if let Some(name) = state.claims.end(state.objects.users(), id, token) {
         wake(state, effects, &name);
     }
 }
 
 pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
-    for name in state.claims.release_connection(id) {
+    for name in state.claims.release_connection(state.objects.users(), id) {
         wake(state, effects, &name);
     }
 }

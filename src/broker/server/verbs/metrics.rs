@@ -4,7 +4,10 @@ use std::process;
 
 use super::{effects::Effects, list::claims, reply::reply};
 use crate::{
-    broker::server::state::{caller::ConnectionId, objects::Counts, room::DescriptorRoom, root::State},
+    broker::server::{
+        admit::{Limits, Resource},
+        state::{caller::ConnectionId, objects::ServerReport, root::State},
+    },
     sys,
     wire::broker::{KeeperInfo, Measured, Message, Room, StoreRoom},
 };
@@ -13,11 +16,12 @@ use crate::{
 const TOTALS_BYTES: usize = 32 * 1024;
 
 /// Answers with the server's metrics.
-pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &DescriptorRoom, id: ConnectionId) {
+pub(crate) fn measure(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(caller) = state.caller(id).cloned() else { return };
-    let Counts { objects, versions, leases } = state.objects.counts();
+    let ServerReport { objects, versions, leases, .. } = state.objects.total();
     let (used, allowed) = state.objects.store().room();
-    let (quota, total_quota) = state.objects.users().rules().limits();
+    let users = state.objects.users();
+    let (Limits { user, total, files, .. }, used_files) = (users.limits, users.total(Resource::Descriptors));
     let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
     let measured = Measured {
         instance: state.objects.events().instance().to_owned(),
@@ -28,7 +32,7 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
         leases,
         connections: number(state.clients.len()),
         watchers: number(state.watchers.len()),
-        descriptors: Room { used: number(room.used), allowed: number(room.limit) },
+        descriptors: Room { used: used_files, allowed: files },
         store: StoreRoom {
             kind: state.objects.store().keeper().as_str().to_owned(),
             used: number(used),
@@ -38,8 +42,8 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
         durations: state.metrics.durations().collect(),
         totals: state.objects.totals(&caller, TOTALS_BYTES),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
-        quota: Some(quota),
-        total_quota: Some(total_quota),
+        quota: Some(user),
+        total_quota: Some(total),
         pid: Some(process::id()),
         keeper: state
             .keeper_pid

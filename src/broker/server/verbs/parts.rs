@@ -8,11 +8,14 @@ use super::{
     reply::refuse,
 };
 use crate::{
-    broker::server::state::{
-        caller::ConnectionId,
-        client::PendingRequest,
-        objects::NewVersion,
-        root::{Change, DraftKey, State},
+    broker::server::{
+        admit::Resource,
+        state::{
+            caller::ConnectionId,
+            client::PendingRequest,
+            objects::NewVersion,
+            root::{Change, DraftKey, State},
+        },
     },
     error::{BrokerError, RefusalCode},
     wire::broker::MAX_SEGMENTS,
@@ -26,11 +29,10 @@ pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, p
     let key = DraftKey { name: put.header.name.clone(), group };
     let checked = check(&key, state.drafts.get(&key).map_or(&[], Vec::as_slice), &put);
     // Other puts may have arrived during the upload.
-    if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, bytes)) {
+    if let Err(refusal) = checked.and_then(|()| state.objects.users().take(uid, Resource::Bytes, bytes)) {
         discard(state, effects, put);
         return refuse(state, effects, id, refusal);
     }
-    state.objects.users().add_waiting(uid, bytes);
     let puts = state.drafts.entry(key.clone()).or_default();
     puts.push(put);
     let is_complete = missing(puts).is_empty();
@@ -38,13 +40,13 @@ pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, p
     if is_complete {
         complete(state, effects, &key);
     } else {
-        effects.upload_deadline(id, state.objects.now.after(wait));
+        effects.deadline(id, state.objects.now.after(wait));
     }
 }
 
 fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     let puts = state.drafts.remove(key).unwrap_or_default();
-    puts.iter().for_each(|put| state.objects.users().remove_waiting(put.uid(), put.bytes()));
+    puts.iter().for_each(|put| state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes()));
     let Some(mut version) = puts.into_iter().reduce(|mut first, put| {
         first.join(put);
         first
@@ -64,7 +66,7 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
         state.drafts.remove(key);
     }
     for put in gone {
-        state.objects.users().remove_waiting(put.uid(), put.bytes());
+        state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes());
         discard(state, effects, put);
     }
 }

@@ -8,11 +8,14 @@ use super::{
 use crate::{
     broker::{
         name::check_name,
-        server::state::{
-            caller::{Caller, ConnectionId},
-            client::PendingRequest,
-            objects::NewVersion,
-            root::{Change, State, Unconfirmed},
+        server::{
+            admit::Resource,
+            state::{
+                caller::{Caller, ConnectionId},
+                client::PendingRequest,
+                objects::NewVersion,
+                root::{Change, State, Unconfirmed},
+            },
         },
     },
     error::BrokerError,
@@ -63,7 +66,7 @@ fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
         discard(state, effects, put);
         return reply_to_makers(state, effects, &makers, &published);
     }
-    state.objects.users().end_reservation(put.uid(), put.descriptors());
+    state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
             let mark = state.objects.store().mark();
@@ -151,7 +154,7 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
 
 /// Gives up a put that has not begun.
 pub(crate) fn discard(state: &mut State, effects: &mut Effects, put: NewVersion) {
-    state.objects.users().end_reservation(put.uid(), put.descriptors());
+    state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     effects.close_fds(Some(put.uid()), put.into_fds());
 }
 

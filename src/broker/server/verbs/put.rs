@@ -11,12 +11,14 @@ use super::{
 use crate::{
     broker::{
         request,
-        server::state::{
-            caller::ConnectionId,
-            client::PendingRequest,
-            objects::NewVersion,
-            room::DescriptorRoom,
-            root::{Change, State},
+        server::{
+            admit::Resource,
+            state::{
+                caller::ConnectionId,
+                client::PendingRequest,
+                objects::NewVersion,
+                root::{Change, State},
+            },
         },
     },
     wire::{
@@ -26,14 +28,7 @@ use crate::{
 };
 
 /// Starts a put. `fds` are the descriptors of its tables and first segments.
-pub(crate) fn put(
-    state: &mut State,
-    effects: &mut Effects,
-    room: &DescriptorRoom,
-    id: ConnectionId,
-    mut put: PutHeader,
-    fds: Vec<OwnedFd>,
-) {
+pub(crate) fn put(state: &mut State, effects: &mut Effects, id: ConnectionId, mut put: PutHeader, fds: Vec<OwnedFd>) {
     let Some(caller) = state.caller(id).cloned() else { return effects.close_fds(None, fds) };
     let before = match &put.restore {
         Some(restore) => restored_version(state, id, &put.name, restore).map(Ok),
@@ -47,7 +42,7 @@ pub(crate) fn put(
         let sizes = std::mem::take(&mut put.sizes);
         let version = NewVersion::new(put, backend, &caller);
         state.objects.check_put(&caller, &version)?;
-        room.require(&state.objects, &caller, version.descriptors())?;
+        state.objects.users().take(caller.uid, Resource::Descriptors, version.descriptors() as u64)?;
         Ok((version, sizes))
     });
     let (mut version, sizes) = match admitted {
@@ -57,7 +52,6 @@ pub(crate) fn put(
             return refuse(state, effects, id, refusal);
         }
     };
-    state.objects.users().reserve(caller.uid, version.descriptors());
     let mut fds = fds.into_iter();
     let tables = version.take_tables(&mut fds);
     let segments = version.take_segments(sizes.into_iter().zip(fds), state.emulated);
@@ -69,10 +63,11 @@ pub(crate) fn put(
         return finish_put(state, effects, id, version);
     }
     state.set_request(id, PendingRequest::Upload { version: Box::new(version), problem: None });
-    effects.upload_deadline(id, state.objects.now.after(state.timeout));
+    effects.deadline(id, state.objects.now.after(state.timeout));
     reply(state, effects, id, &Message::Send(Send {}));
 }
 
+/// Receives more segments of a put.
 pub(crate) fn segments(
     state: &mut State,
     effects: &mut Effects,

@@ -4,10 +4,13 @@ use std::os::fd::OwnedFd;
 
 use super::effects::{Effect, Effects, Outgoing};
 use crate::{
-    broker::server::state::{
-        caller::{Caller, ConnectionId},
-        client::{PendingRequest, RequestInfo},
-        root::State,
+    broker::server::{
+        admit::Resource,
+        state::{
+            caller::{Caller, ConnectionId},
+            client::{PendingRequest, RequestInfo},
+            root::State,
+        },
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{Message, Refusal},
@@ -81,7 +84,7 @@ pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: Connecti
 pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if let Some(RequestInfo { verb, since, bytes }) = client.request_info.take() {
-        state.objects.users().remove_request(client.caller.uid, bytes);
+        state.objects.users().sub(client.caller.uid, Resource::Requests, bytes);
         effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
     }
 }

@@ -23,13 +23,14 @@ use super::{
 use crate::{
     broker::{
         keeper::Store,
-        server::state::{
-            caller::{Caller, ConnectionId},
-            objects::Objects,
-            quota::Rules,
-            room::DescriptorRoom,
-            root::State,
-            time::Time,
+        server::{
+            admit::{Limits, Resource},
+            state::{
+                caller::{Caller, ConnectionId},
+                objects::Objects,
+                root::State,
+                time::Time,
+            },
         },
         table,
     },
@@ -48,18 +49,17 @@ const USER_UID: u32 = 34_560;
 struct Fixture {
     state: State,
     last: u64,
-    room: DescriptorRoom,
 }
 
 impl Fixture {
     fn new() -> Self {
-        Self::with(Rules::default())
+        Self::with(Quota::default(), 10_000)
     }
 
-    fn with(rules: Rules) -> Self {
-        let objects = Objects::restore(Time::now(), rules, Store::none(), BTreeMap::new());
-        let room = DescriptorRoom { used: 10, limit: 10_000, closing: 0 };
-        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, room }
+    fn with(quota: Quota, files: usize) -> Self {
+        let limits = Limits::new(quota, Quota::default(), files);
+        let objects = Objects::restore(Time::now(), limits, Store::none(), BTreeMap::new());
+        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
     }
 
     /// Connects a client that has sent its hello.
@@ -87,9 +87,7 @@ impl Fixture {
 
     /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
-        let DescriptorRoom { used, limit, closing } = self.room;
-        let room = DescriptorRoom { used, limit, closing };
-        self.run(|state, effects| handle(state, effects, &room, id, message, fds))
+        self.run(|state, effects| handle(state, effects, id, message, fds))
     }
 
     fn ask(&mut self, id: ConnectionId, message: Message) -> Seen {
@@ -148,7 +146,7 @@ impl Fixture {
     }
 
     fn leases(&self) -> u64 {
-        self.state.objects.counts().leases
+        self.state.objects.total().leases
     }
 }
 
@@ -265,12 +263,12 @@ fn refused_put_closes_descriptors() {
     let seen = test.put(maker, "a", r#", "mode": 4095"#);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 1));
     // No reservation is left, only the client's connection.
-    assert_eq!(test.state.objects.descriptors_of(USER_UID), 1);
+    assert_eq!(test.state.objects.users().total(Resource::Descriptors), 1);
     // A pipe is not memory.
     let (pipe, _) = nix::unistd::pipe().unwrap();
     let seen = test.put_fds(maker, "a", "", vec![pipe]);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
-    assert_eq!(test.state.objects.descriptors_of(USER_UID), 1);
+    assert_eq!(test.state.objects.users().total(Resource::Descriptors), 1);
 }
 
 #[test]
@@ -332,11 +330,21 @@ fn delete_keeps_leased_memory() {
     let delete = |name: &str| Message::Delete(serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#)).unwrap());
     assert!(matches!(test.ask(maker, delete("a")).message(maker), Message::Done(_)));
     assert_eq!(test.ask(maker, delete("a")).refusal(maker), RefusalCode::Absent);
-    assert_eq!(test.state.objects.counts().versions, 1);
+    assert_eq!(test.state.objects.total().versions, 1);
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert!(test.ask(reader, release).0.is_empty());
-    assert_eq!(test.state.objects.counts().versions, 0);
-    assert_eq!(test.state.objects.take_garbage().len(), 1);
+    assert_eq!(test.state.objects.total().versions, 0);
+    assert_eq!(test.state.objects.take_garbage().iter().flat_map(|(_, fds)| fds).count(), 1);
+}
+
+#[test]
+fn deleted_name_needs_no_expiry_check() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    test.put(maker, "a", r#", "lifetime": {"kind": "idle", "ms": 1000}"#).published(maker);
+    assert!(test.state.objects.take_expiries().last().unwrap().1.is_some());
+    test.ask(maker, Message::Delete(serde_json::from_str(r#"{"name": "a"}"#).unwrap()));
+    assert!(test.state.objects.take_expiries().last().unwrap().1.is_none());
 }
 
 #[test]

@@ -4,7 +4,11 @@ use std::collections::BTreeMap;
 
 use super::{Objects, VersionFd};
 use crate::{
-    broker::{keeper::Source, manifest::BROKER, server::state::caller::ConnectionId},
+    broker::{
+        keeper::Source,
+        manifest::BROKER,
+        server::{admit::Resource, state::caller::ConnectionId},
+    },
     wire::broker::{Lifetime, Token},
 };
 
@@ -178,6 +182,8 @@ impl Objects {
     /// The descriptors of unpublished versions that the keeper does not have yet, as counted.
     pub(in crate::broker::server) fn reserved(&self) -> usize {
         let held = self.versions.values().chain(self.unconfirmed.values()).map(|version| version.fds.len());
-        self.users.descriptors() - held.sum::<usize>()
+        let counted = [Resource::Connections, Resource::Closing, Resource::Blocking].map(|of| self.users.total(of));
+        let others = counted.iter().sum::<u64>() as usize + self.own.len() + held.sum::<usize>();
+        self.users.total(Resource::Descriptors) as usize - others
     }
 }

@@ -4,10 +4,13 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use super::{Objects, Version, event, events::Seen};
 use crate::{
-    broker::server::state::{
-        caller::{Caller, ConnectionId, Right},
-        random::random,
-        refuse,
+    broker::server::{
+        admit::Resource,
+        state::{
+            caller::{Caller, ConnectionId, Right},
+            random::random,
+            refuse,
+        },
     },
     error::{BrokerError, RefusalCode},
     wire::{
@@ -50,7 +53,7 @@ pub(super) struct Held {
 pub(crate) struct ClosedConnection {
     connection: ConnectionId,
     /// The user whose connection count includes it.
-    uid: Option<u32>,
+    uid: u32,
     pub(super) leases: Vec<Token>,
     names: Vec<Arc<str>>,
 }
@@ -64,9 +67,8 @@ impl Objects {
     }
 
     fn add_lease(&mut self, caller: &Caller, token: Token, key: u64, size: u64) -> Result<(), BrokerError> {
-        self.users.check_lease(caller.uid)?;
         let Some(version) = self.versions.get_mut(&key) else { return Ok(()) };
-        self.users.add_lease(caller.uid);
+        self.users.take(caller.uid, Resource::Leases, 1)?;
         self.last_lease += 1;
         version.leases += 1;
         if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| !version.record.is_unnamed) {
@@ -114,7 +116,7 @@ impl Objects {
     /// Removes a lease. Returns the key of its version.
     fn forget_lease(&mut self, token: Token) -> Option<u64> {
         let held = self.leases.remove(&token)?;
-        self.users.remove_lease(held.reader.uid);
+        self.users.sub(held.reader.uid, Resource::Leases, 1);
         let version = self.versions.get_mut(&held.key)?;
         self.readers.remove_lease(&version.record, held.reader.uid, held.number);
         version.leases -= 1;
@@ -198,8 +200,8 @@ impl Objects {
         names: impl IntoIterator<Item = Arc<str>>,
     ) {
         let (leases, names) = (leases.into_iter().collect(), names.into_iter().collect());
-        self.users.add_connection(uid);
-        self.closed_connections.push_back(ClosedConnection { connection, uid: Some(uid), leases, names });
+        self.users.add(uid, Resource::Connections, 1);
+        self.closed_connections.push_back(ClosedConnection { connection, uid, leases, names });
     }
 
     /// Cleans up after closed connections, within the budget of this turn.
@@ -226,7 +228,7 @@ impl Objects {
                 self.closed_connections.push_front(closed);
                 return;
             }
-            closed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
+            self.users.sub(closed.uid, Resource::Connections, 1);
         }
     }
 
@@ -256,7 +258,7 @@ impl Objects {
     /// Records a reader's report about a version that it leases.
     pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, should_log: bool) {
         let Some(key) = self.leases.get(&token).map(|held| held.key) else { return };
-        if !self.users.has_room_for_report(caller.uid) {
+        if !self.users.has_room(caller.uid, Resource::Reports, 1) {
             return;
         }
         let has_room = |version: &&mut Version| version.record.reports.len() < MAX_REPORTS;
@@ -277,7 +279,7 @@ impl Objects {
         seen.event.message = Some(message.clone());
         record.reports.push(ReportInfo { reader, at_ms: self.now.ms, message });
         self.events.publish(seen);
-        self.users.add_report(caller.uid);
+        self.users.add(caller.uid, Resource::Reports, 1);
         self.store.update(key);
     }
 }

@@ -1,21 +1,9 @@
 //! Names that expire.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use super::Objects;
+use super::{Name, Objects};
 use crate::{broker::server::state::caller::ConnectionId, wire::broker::Lifetime};
-
-/// When to check a name for expiry.
-#[derive(Debug)]
-pub(crate) struct Expiry {
-    pub(crate) name: Arc<str>,
-    pub(crate) at: Instant,
-    /// The check that this one replaces.
-    pub(crate) before: Option<Instant>,
-}
 
 impl Objects {
     /// Handles the disconnect of a name's maker.
@@ -31,45 +19,36 @@ impl Objects {
         self.names.get(name).is_some_and(|entry| matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased))
     }
 
-    /// Schedules the next check of a name, unless it can't expire.
+    /// Schedules the next check of a name, or none if it can't expire.
     pub(crate) fn note_expiry(&mut self, name: &str) {
         // Everything is checked when the clients of the previous server have had their time.
         if self.awaits_clients() {
             return;
         }
-        let Some(entry) = self.names.get_mut(name) else { return };
-        let at = match entry.lifetime {
-            Lifetime::Deleted => return,
-            Lifetime::Idle { ms } if entry.leases == 0 => entry.idle_since.checked_add(Duration::from_millis(ms)),
-            Lifetime::Maker if entry.maker.is_none() => Some(entry.idle_since),
-            Lifetime::Leased if entry.maker.is_none() && entry.leases == 0 => Some(entry.idle_since),
-            _ => None,
-        };
-        // One timer per name: clients can release leases at any rate.
-        if let Some(at) = at.filter(|at| entry.next_check.is_none_or(|next_check| next_check > *at)) {
-            let before = entry.next_check.replace(at);
-            self.expiries.push(Expiry { name: name.into(), at, before });
-        }
+        let expires_at = self.names.get(name).and_then(Name::expires_at);
+        self.expiries.push((name.into(), expires_at));
     }
 
     /// Removes a name if its lifetime is over.
     pub(crate) fn expire(&mut self, name: &str) {
-        let now = self.now.at;
-        let Some(entry) = self.names.get_mut(name) else { return };
-        entry.next_check = None;
-        let over = match entry.lifetime {
-            Lifetime::Deleted => false,
-            Lifetime::Idle { ms } => {
-                entry.leases == 0 && now.saturating_duration_since(entry.idle_since) >= Duration::from_millis(ms)
-            }
-            Lifetime::Maker => entry.maker.is_none(),
-            Lifetime::Leased => entry.maker.is_none() && entry.leases == 0,
-        };
-        match over {
-            false => self.note_expiry(name),
+        match self.names.get(name).and_then(Name::expires_at) {
+            Some(at) if at > self.now.at => self.note_expiry(name),
             // The put's end checks the name again.
-            true if self.is_unconfirmed(name) => {}
-            true => self.remove_unasked(name, "expired"),
+            Some(_) if !self.is_unconfirmed(name) => self.remove_unasked(name, "expired"),
+            _ => {}
+        }
+    }
+}
+
+impl Name {
+    /// When its lifetime is over, unless it is used until then. `None` if only a change of its users can end it.
+    fn expires_at(&self) -> Option<Instant> {
+        let (has_left, is_free) = (self.maker.is_none(), self.leases == 0);
+        match self.lifetime {
+            Lifetime::Idle { ms } if is_free => self.idle_since.checked_add(Duration::from_millis(ms)),
+            Lifetime::Maker if has_left => Some(self.idle_since),
+            Lifetime::Leased if has_left && is_free => Some(self.idle_since),
+            _ => None,
         }
     }
 }

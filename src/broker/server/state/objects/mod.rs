@@ -5,7 +5,7 @@
 //! | `publish`, `remove`, `leases`, `lifetimes` | changes |
 //! | `events` | the broker's identity, events for watchers, completed requests |
 //! | `restore` | objects of the previous server, and everything for a new keeper |
-//! | `select`, `view`, `usage` | answers to gets, listings, usage per user |
+//! | `select`, `view` | answers to gets, listings |
 //! | `readers` | indexes of names and leases by permission to read |
 
 #[cfg(test)]
@@ -18,7 +18,6 @@ mod readers;
 mod remove;
 mod restore;
 mod select;
-mod usage;
 mod view;
 
 use std::{
@@ -28,23 +27,29 @@ use std::{
     time::Instant,
 };
 
+pub use self::view::ServerReport;
 use self::{
     events::event,
     leases::{ClosedConnection, Held},
     readers::Readers,
-    usage::Users,
 };
 pub(crate) use self::{
     events::{Events, Seen},
     leases::Resumption,
-    lifetimes::Expiry,
     publish::NewVersion,
     select::Selection,
-    view::{Counts, LeasePage, Total},
+    view::LeasePage,
 };
-use super::{quota::Rules, time::Time};
+use super::time::Time;
 use crate::{
-    broker::{keeper::Store, manifest, server::state::caller::ConnectionId},
+    broker::{
+        keeper::Store,
+        manifest,
+        server::{
+            admit::{Limits, Users},
+            state::caller::ConnectionId,
+        },
+    },
     error::{BrokerError, RefusalCode},
     wire::broker::{Lifetime, Owner, Token},
 };
@@ -91,10 +96,10 @@ pub(crate) struct Objects {
     /// The last key of the previous server, as long as clients may resume its leases; 0 afterwards.
     last_restored: u64,
     last_lease: u64,
-    /// Descriptors for the caller to close where blocking is allowed.
-    garbage: Vec<OwnedFd>,
-    /// Scheduled expiry checks.
-    expiries: Vec<Expiry>,
+    /// Descriptors of users, for the caller to close where blocking is allowed.
+    garbage: Vec<(u32, Vec<OwnedFd>)>,
+    /// When to check names for expiry; `None` for names that need no check any more.
+    expiries: Vec<(Arc<str>, Option<Instant>)>,
 }
 
 #[derive(Debug)]
@@ -112,8 +117,6 @@ struct Name {
     /// When the last lease of any version ended.
     idle_since: Instant,
     leases: u64,
-    /// When its lifetime is next checked.
-    next_check: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -147,7 +150,7 @@ impl Name {
 }
 
 impl Objects {
-    fn empty(now: Time, rules: Rules, events: Events, store: Store) -> Self {
+    fn empty(now: Time, limits: Limits, events: Events, store: Store) -> Self {
         Self {
             now,
             names: BTreeMap::new(),
@@ -157,7 +160,7 @@ impl Objects {
             readers: Readers::default(),
             closed_connections: VecDeque::new(),
             cleanup_budget: CLEANUPS_PER_TURN,
-            users: Users::new(rules),
+            users: Users::new(limits),
             events,
             store,
             own: Vec::new(),
@@ -194,25 +197,15 @@ impl Objects {
         self.versions[&key].fds[at].as_fd()
     }
 
-    /// The number of descriptors that are held, or reserved for puts.
-    pub(crate) fn descriptors(&self) -> usize {
-        self.own.len() + self.users.descriptors()
-    }
-
-    /// The number of a user's descriptors, including connections.
-    pub(crate) fn descriptors_of(&self, uid: u32) -> usize {
-        self.users.descriptors_of(uid)
-    }
-
     pub(crate) fn users(&mut self) -> &mut Users {
         &mut self.users
     }
 
-    pub(crate) fn take_garbage(&mut self) -> Vec<OwnedFd> {
+    pub(crate) fn take_garbage(&mut self) -> Vec<(u32, Vec<OwnedFd>)> {
         std::mem::take(&mut self.garbage)
     }
 
-    pub(crate) fn take_expiries(&mut self) -> Vec<Expiry> {
+    pub(crate) fn take_expiries(&mut self) -> Vec<(Arc<str>, Option<Instant>)> {
         std::mem::take(&mut self.expiries)
     }
 

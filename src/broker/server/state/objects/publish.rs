@@ -12,10 +12,13 @@ use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, fds_of},
-        server::state::{
-            caller::{Caller, ConnectionId, Right},
-            inspect::inspect,
-            random::random,
+        server::{
+            admit::Resource,
+            state::{
+                caller::{Caller, ConnectionId, Right},
+                inspect::inspect,
+                random::random,
+            },
         },
         table,
     },
@@ -190,7 +193,7 @@ impl Objects {
     pub(crate) fn check_put(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
         self.check_terms(caller, put)?;
         let memory = put.parts.iter().map(|part| &part.record.header.memory);
-        let bytes = self.users.check_bytes(caller.uid, put.bytes());
+        let bytes = self.users.check(caller.uid, Resource::Bytes, put.bytes());
         bytes.and_then(|()| self.users.check_devices(caller.uid, memory)).map_err(|refusal| {
             match self.names.contains_key(put.header.name.as_str()) {
                 true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
@@ -213,7 +216,7 @@ impl Objects {
                 if let Some(wanted) = if_version {
                     return refuse!(Version, "`{name}` does not exist, so it has no version {wanted}");
                 }
-                self.users.check_objects(caller.uid, 1, 0)
+                self.users.check(caller.uid, Resource::Objects, 1)
             }
             Some(existing) => {
                 let current = self.current(existing).record.version;
@@ -250,7 +253,7 @@ impl Objects {
     pub(crate) fn check_claim(&self, caller: &Caller, name: &str) -> Result<(), BrokerError> {
         check_mapped(caller)?;
         match self.names.get(name) {
-            None => self.users.check_objects(caller.uid, 1, 0),
+            None => self.users.check(caller.uid, Resource::Objects, 1),
             Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode),
         }
     }
@@ -258,7 +261,7 @@ impl Objects {
     /// Checks whether a name may have one more version and keep `keep` earlier ones.
     fn check_kept(&self, name: &Name, keep: u32) -> Result<(), BrokerError> {
         let kept = u64::from(keep).min(name.versions.len() as u64);
-        self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
+        self.users.check(name.owner.uid, Resource::Kept, kept.saturating_sub(name.kept))
     }
 
     /// Whether a version of this name waits for the keeper.
@@ -270,8 +273,8 @@ impl Objects {
     /// name may be unconfirmed. Returns the version's key. On failure, its descriptors become garbage.
     pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
         let checked = self.check_put(caller, &put);
-        if let Err(refusal) = checked.and_then(|()| self.require_room(put.descriptors())) {
-            self.garbage.extend(put.into_fds());
+        if let Err(refusal) = checked.and_then(|()| self.store.require_room(put.descriptors())) {
+            self.garbage.push((caller.uid, put.into_fds()));
             return Err(refusal);
         }
         let (record, fds) = self.describe(caller, put);
@@ -279,7 +282,7 @@ impl Objects {
         let key = self.last_key;
         self.users.add_version(&record);
         if !self.names.contains_key(record.name.as_str()) {
-            self.users.add_object(record.owner.uid);
+            self.users.add(record.owner.uid, Resource::Objects, 1);
         }
         self.store.send(key, fds.len());
         self.unconfirmed_names.insert(record.name.clone());
@@ -352,7 +355,7 @@ impl Objects {
     pub(super) fn add_version(&mut self, key: u64, record: manifest::Version, fds: Vec<OwnedFd>) {
         self.requests.extend(record.requests.iter().map(|request| (*request, key)));
         self.ids.insert(record.id.clone(), key);
-        record.reports.iter().for_each(|report| self.users.add_report(report.reader.uid));
+        record.reports.iter().for_each(|report| self.users.add(report.reader.uid, Resource::Reports, 1));
         if !record.is_unnamed {
             self.add_to_name(key, &record);
         }
@@ -374,7 +377,6 @@ impl Objects {
                 maker: None,
                 idle_since: self.now.at,
                 leases: 0,
-                next_check: None,
             };
             self.names.insert(name, new);
         }
@@ -388,8 +390,7 @@ impl Objects {
             self.store.update(outdated);
         }
         let earlier = name.earlier();
-        self.users.set_kept(name.owner.uid, name.kept, earlier);
-        name.kept = earlier;
+        self.users.recount(name.owner.uid, Resource::Kept, &mut name.kept, earlier);
         if name.leases == 0 {
             name.idle_since = self.now.at;
         }
@@ -464,7 +465,7 @@ impl Objects {
                 known.record.name
             );
         }
-        let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
+        let Some(existing) = self.names.get(name) else { return self.users.check(owner.uid, Resource::Objects, 1) };
         let current = &self.current(existing).record;
         if current.version >= *version {
             return refuse!(Exists, "`{name}` exists at version {} with the id {}", current.version, current.id);

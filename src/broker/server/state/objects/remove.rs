@@ -6,7 +6,7 @@ use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, Completed, Deleted},
-        server::state::caller::Caller,
+        server::{admit::Resource, state::caller::Caller},
     },
     error::BrokerError,
     wire::broker::{EventKind, Maker, Published, Token},
@@ -64,8 +64,9 @@ impl Objects {
     pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
         let gone = self.names.remove(name)?;
         self.readers.remove_name(name, gone.owner, gone.mode);
-        self.users.remove_object(gone.owner.uid);
-        self.users.set_kept(gone.owner.uid, gone.kept, 0);
+        self.expiries.push((name.into(), None));
+        self.users.sub(gone.owner.uid, Resource::Objects, 1);
+        self.users.sub(gone.owner.uid, Resource::Kept, gone.kept);
         for key in gone.versions.values() {
             if let Some(version) = self.versions.get_mut(key) {
                 version.record.is_unnamed = true;
@@ -107,12 +108,12 @@ impl Objects {
         }
         let Some(Version { record, fds, .. }) = self.versions.remove(&key) else { return false };
         let descriptors = fds.len();
-        self.garbage.extend(fds);
+        self.garbage.push((record.payer(), fds));
         if self.ids.get(&record.id) == Some(&key) {
             self.ids.remove(&record.id);
         }
         self.users.remove_version(&record);
-        record.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
+        record.reports.iter().for_each(|report| self.users.sub(report.reader.uid, Resource::Reports, 1));
         let manifest::Version { name, version, id, mut requests, .. } = record;
         requests.retain(|request| self.requests.get(request) == Some(&key));
         if requests.is_empty() {

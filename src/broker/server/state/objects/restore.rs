@@ -7,18 +7,18 @@ use std::{
 };
 
 use super::{Events, Objects};
-use crate::{
-    broker::{
-        keeper::{Entry, Source, Store},
-        manifest::{BROKER, Manifest, Version},
-        server::state::{caller::ConnectionId, quota::Rules, time::Time},
+use crate::broker::{
+    keeper::{Entry, Source, Store},
+    manifest::{BROKER, Manifest, Version},
+    server::{
+        admit::{Limits, NOBODY, Resource},
+        state::{caller::ConnectionId, time::Time},
     },
-    error::BrokerError,
 };
 
 impl Objects {
     /// Restores the objects of the keeper's entries, if any, and the descriptors of the broker itself: the listening socket and `devices`.
-    pub(crate) fn restore(now: Time, rules: Rules, store: Store, entries: BTreeMap<u64, Entry>) -> Self {
+    pub(crate) fn restore(now: Time, limits: Limits, store: Store, entries: BTreeMap<u64, Entry>) -> Self {
         let mut identity = None;
         let (mut versions, mut completed, mut deleted) = (Vec::new(), Vec::new(), Vec::new());
         let (mut garbage, mut damaged) = (Vec::new(), Vec::new());
@@ -47,8 +47,8 @@ impl Objects {
                 }
             }
         }
-        let mut objects = Self::empty(now, rules, Events::new(identity), store);
-        objects.garbage = garbage;
+        let mut objects = Self::empty(now, limits, Events::new(identity), store);
+        objects.garbage.push((NOBODY, garbage));
         let last_deletion: HashMap<String, u64> = deleted.iter().map(|(key, of)| (of.name.clone(), *key)).collect();
         for (key, of) in deleted {
             objects.last_key = objects.last_key.max(key);
@@ -83,7 +83,7 @@ impl Objects {
     fn restore_version(&mut self, key: u64, version: Version, fds: Vec<OwnedFd>) {
         self.users.add_version(&version);
         if !version.is_unnamed && !self.names.contains_key(version.name.as_str()) {
-            self.users.add_object(version.owner.uid);
+            self.users.add(version.owner.uid, Resource::Objects, 1);
         }
         self.last_key = self.last_key.max(key);
         self.add_version(key, version, fds);
@@ -129,13 +129,15 @@ impl Objects {
         let (numbers, nodes): (Vec<u8>, Vec<OwnedFd>) = devices.into_iter().unzip();
         self.events.set_devices(numbers);
         self.own = std::iter::once(socket).chain(nodes).collect();
+        self.users.add(NOBODY, Resource::Descriptors, self.own.len() as u64);
         self.store.send(BROKER, self.own.len());
     }
 
     /// Gives the keeper another listening socket.
     pub(crate) fn hold_socket(&mut self, socket: OwnedFd) {
         let count = self.own.len();
-        self.garbage.extend(self.own.first_mut().map(|own| std::mem::replace(own, socket)));
+        let old = self.own.first_mut().map(|own| std::mem::replace(own, socket));
+        self.garbage.push((NOBODY, old.into_iter().collect()));
         self.store.replace(BROKER, count, count);
     }
 
@@ -154,11 +156,6 @@ impl Objects {
         let flushed = store.flush(self);
         self.store = store;
         flushed
-    }
-
-    /// Refuses a put that the keeper has no room for.
-    pub(super) fn require_room(&self, descriptors: usize) -> Result<(), BrokerError> {
-        self.store.require_room(descriptors)
     }
 }
 

@@ -6,7 +6,10 @@ use super::{Name, Objects, Version, VersionFd};
 use crate::{
     broker::{
         manifest,
-        server::state::caller::{Caller, Right},
+        server::{
+            admit::Resource,
+            state::caller::{Caller, Right},
+        },
     },
     error::{BrokerError, RefusalCode},
     wire::{
@@ -23,18 +26,25 @@ const PAGE_BYTES: usize = 48 * 1024;
 /// The most names and leases visited for one page: other clients wait during the scan.
 const MAX_SCANNED: usize = 4096;
 
-pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
+fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
     match devices.iter_mut().find(|device| device.device.uuid == memory.device.uuid) {
         Some(device) => device.bytes += memory.mapped_size,
         None => devices.push(DeviceBytes { device: memory.device.clone(), bytes: memory.mapped_size }),
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Counts {
-    pub(crate) objects: u64,
-    pub(crate) versions: u64,
-    pub(crate) leases: u64,
+/// A broker's contents when it stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ServerReport {
+    /// Names.
+    pub objects: u64,
+    /// Versions, including versions without a name.
+    pub versions: u64,
+    /// Leases.
+    pub leases: u64,
+    /// Bytes of memory and of tables, as claimed.
+    pub bytes: u64,
 }
 
 /// The result of one scan for leases.
@@ -43,14 +53,6 @@ pub(crate) enum LeasePage {
     Leases(Leases),
     /// No matching lease up to this number: continue after it.
     NoneUpTo(u64),
-}
-
-/// Totals of the broker.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Total {
-    pub(crate) counts: Counts,
-    /// Bytes of memory, as claimed.
-    pub(crate) bytes: u64,
 }
 
 impl Objects {
@@ -149,6 +151,11 @@ impl Objects {
 
     /// A page of leases that the caller may see. The last page includes the totals: of all users for a superuser, else of the caller.
     pub(crate) fn who(&self, caller: &Caller, who: &Who) -> LeasePage {
+        // The last page has totals.
+        let page = |leases, totals: Option<Vec<UserTotal>>| {
+            let (more, resuming) = (totals.is_none(), totals.is_some() && self.awaits_clients());
+            LeasePage::Leases(Leases { leases, more, totals: totals.unwrap_or_default(), claims: None, resuming })
+        };
         let (mut leases, mut length) = (Vec::new(), 0);
         let from = who.after.map_or(0, |after| after.saturating_add(1));
         for (scanned, (number, token)) in self.readers.leases(caller, from).enumerate() {
@@ -163,13 +170,7 @@ impl Objects {
             }
             length += 320 + record.name.len();
             if length > PAGE_BYTES || scanned > MAX_SCANNED && !leases.is_empty() {
-                return LeasePage::Leases(Leases {
-                    leases,
-                    more: true,
-                    totals: Vec::new(),
-                    claims: None,
-                    resuming: false,
-                });
+                return page(leases, None);
             }
             leases.push(HeldLease {
                 number,
@@ -187,10 +188,9 @@ impl Objects {
         }
         // Totals get a separate page if there are many leases.
         if length > PAGE_BYTES / 3 && !leases.is_empty() {
-            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None, resuming: false });
+            return page(leases, None);
         }
-        let totals = self.totals(caller, PAGE_BYTES / 2);
-        LeasePage::Leases(Leases { leases, more: false, totals, claims: None, resuming: self.awaits_clients() })
+        page(leases, Some(self.totals(caller, PAGE_BYTES / 2)))
     }
 
     /// Usage of all users for a superuser, else of the caller.
@@ -198,10 +198,10 @@ impl Objects {
         self.users.totals((!caller.is_superuser()).then_some(caller.uid), max)
     }
 
-    /// Totals of the broker. O(versions).
-    pub(crate) fn total(&self) -> Total {
-        let bytes = self.versions.values().map(|version| version.record.memory()).sum();
-        Total { counts: self.counts(), bytes }
+    pub(crate) fn total(&self) -> ServerReport {
+        let [objects, versions, leases] =
+            [self.names.len(), self.versions.len(), self.leases.len()].map(|count| count as u64);
+        ServerReport { objects, versions, leases, bytes: self.users.total(Resource::Bytes) }
     }
 
     /// Logs each name that may be lost.
@@ -215,13 +215,6 @@ impl Objects {
     /// Whether there are no names and no leases.
     pub(crate) fn is_empty(&self) -> bool {
         self.names.is_empty() && self.leases.is_empty()
-    }
-
-    pub(crate) fn counts(&self) -> Counts {
-        let objects = self.names.len();
-        let versions = self.versions.len();
-        let leases = self.leases.len();
-        Counts { objects: objects as u64, versions: versions as u64, leases: leases as u64 }
     }
 }
 

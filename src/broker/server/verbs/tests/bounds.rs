@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn tables_count_towards_quota() {
     let quota = Quota { bytes: Some(GRANULARITY + 100_000), ..Quota::default() };
-    let mut test = Fixture::with(Rules::new(quota, Quota::default()));
+    let mut test = Fixture::with(quota, 10_000);
     let maker = test.client();
     for (length, fits) in [(200_000, false), (90_000, true)] {
         let table = table::sealed(&json!({ "x": "x".repeat(length - 8) }).to_string()).unwrap();
@@ -19,10 +19,9 @@ fn tables_count_towards_quota() {
 /// Reservations and stored memory count.
 #[test]
 fn users_share_the_descriptors() {
-    let mut test = Fixture::new();
+    let mut test = Fixture::with(Quota::default(), 1000);
     let [first, second] = [0, 1].map(|more| test.greet_as((USER_UID + more, USER_UID, &[]), VERSION).0);
     let mut puts = |client, name: &str| {
-        test.room = DescriptorRoom { used: 10 + test.state.objects.descriptors(), limit: 1000, closing: 0 };
         match test.put_parts(client, name, &[part("all", 100)], Vec::new()).message(client) {
             Message::Refused(refusal) => Err(refusal),
             other => Ok(other.name()),

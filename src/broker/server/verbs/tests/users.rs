@@ -216,7 +216,7 @@ fn claims_are_shown_to_waiting_users() {
 #[test]
 fn quotas_are_each_users_own() {
     let quota = Quota { objects: Some(2), leases: Some(1), bytes: Some(3 * GRANULARITY), ..Quota::default() };
-    let mut test = Fixture::with(Rules::new(quota, Quota::default()));
+    let mut test = Fixture::with(quota, 10_000);
     for uid in [MAKER, OTHER] {
         let client = test.user(uid);
         let [first, second, third] = [0, 1, 2].map(|at| format!("{uid}/{at}"));
@@ -243,7 +243,7 @@ fn quotas_are_each_users_own() {
 
 #[test]
 fn kept_versions_count_as_objects() {
-    let mut test = Fixture::with(Rules::new(Quota { objects: Some(10), ..Quota::default() }, Quota::default()));
+    let mut test = Fixture::with(Quota { objects: Some(10), ..Quota::default() }, 10_000);
     let maker = test.client();
     let keep = |keep: u32| format!(r#", "replace": true, "keep": {keep}"#);
     (0..10).for_each(|_| drop(test.put(maker, "a", &keep(64)).published(maker)));
