@@ -10,12 +10,14 @@ use super::{
     world::{CLIENTS, Pipe, World},
 };
 use crate::{
-    broker::server::state::{
-        caller::ConnectionId,
-        client::PendingRequest,
-        objects::NewVersion,
-        objects::audit::Audit,
-        root::{Change, State, Unconfirmed},
+    broker::{
+        keeper::KeeperProcess,
+        server::state::{
+            caller::ConnectionId,
+            client::PendingRequest,
+            objects::{NewVersion, audit::Audit},
+            root::{Change, State, Unconfirmed},
+        },
     },
     wire::broker::{Message, Token},
 };
@@ -34,6 +36,11 @@ impl World {
     /// Checks the state after a step.
     pub(super) fn check(&mut self) -> Result<(), String> {
         self.oracle.take_violation()?;
+        // A new keeper is empty.
+        let has_everything = |keeper: &&KeeperProcess| keeper.is_whole() && keeper.entries().next().is_some();
+        if self.keeper.as_ref().filter(has_everything).is_some() {
+            self.oracle.whole_keeper = self.keepers;
+        }
         let Some(server) = &self.server else { return Ok(()) };
         if !std::mem::take(&mut self.is_changed) {
             return Ok(());
@@ -47,7 +54,7 @@ impl World {
             (*key, version.parts.iter().map(of).collect::<Memory>())
         });
         let memory = memory.collect::<BTreeMap<u64, Memory>>();
-        self.oracle.check_versions(&audit, &memory, server.keeper, objects.events())?;
+        self.oracle.check_versions(&audit, &memory, objects.events())?;
         self.check_quotas(&audit)?;
         if self.is_dying {
             return Ok(());

@@ -29,41 +29,50 @@ use crate::{
 /// The memory of each part.
 pub(super) type Memory = Vec<(String, Vec<Option<usize>>)>;
 
-/// A version that exists, and the keeper that had it when it was published.
+/// A version that exists.
 #[derive(Debug)]
 struct Known {
     version: AuditedVersion,
     memory: Memory,
-    keeper: u64,
 }
 
 /// A requested put. `executed` is the version that it published.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct RequestedPut {
     name: &'static str,
     part: &'static str,
     memory: Vec<Option<usize>>,
     replaces: bool,
     executed: Option<String>,
+    /// Whether server and keeper both died after it, so that another attempt may publish another version.
+    may_repeat: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct RequestedDelete {
     name: &'static str,
     uid: u32,
     is_executed: bool,
+    /// Whether server and keeper both died after it, so that another attempt may delete later versions.
+    may_repeat: bool,
     is_answered: bool,
     /// The versions whose name it has deleted.
     versions: Vec<String>,
 }
 
-/// A server's start.
-#[derive(Debug, Clone, Copy)]
-struct Restart {
-    keeper: u64,
-    /// Whether the previous server had this keeper, and whether it has everything.
-    same_keeper: bool,
-    whole: bool,
+impl RequestedDelete {
+    fn may_execute(&self) -> bool {
+        !self.is_executed || self.may_repeat
+    }
+}
+
+/// What a server's keeper has at its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Restart {
+    Everything,
+    /// The previous keeper and the previous server have died, and the server had not sent everything to this keeper.
+    Part,
+    Nothing,
 }
 
 #[derive(Debug, Default)]
@@ -86,6 +95,8 @@ pub(super) struct Oracle {
     /// The numbers of versions that were published and replaced before the next check, by name and id.
     replaced: HashMap<(String, String), u64>,
     pub(super) keeper_of_dead: Option<u64>,
+    /// The last keeper that had everything.
+    pub(super) whole_keeper: u64,
     /// Whether this server no longer waits for clients of the previous server.
     pub(super) grace_is_over: bool,
     /// Versions whose name an answered request has deleted.
@@ -122,14 +133,12 @@ impl Oracle {
             Request::Put { name, memory, kind } => {
                 let memory = if kind == Kind::Long { vec![Some(memory), Some(memory + 4)] } else { vec![Some(memory)] };
                 let (name, part) = (NAMES[name], part_of(client.number, kind));
-                let put = RequestedPut { name, part, memory, replaces: kind != Kind::New, executed: None };
-                self.puts.insert(pending.token, put);
+                let replaces = kind != Kind::New;
+                self.puts.insert(pending.token, RequestedPut { name, part, memory, replaces, ..Default::default() });
             }
             Request::Delete { name } => {
                 let (name, uid) = (NAMES[name], client.uid);
-                let delete =
-                    RequestedDelete { name, uid, is_executed: false, is_answered: false, versions: Vec::new() };
-                self.deletes.insert(pending.token, delete);
+                self.deletes.insert(pending.token, RequestedDelete { name, uid, ..Default::default() });
             }
             _ => {}
         }
@@ -157,12 +166,13 @@ impl Oracle {
     }
 
     pub(super) fn server_started(&mut self, keeper: u64, whole: bool, is_new: bool) {
-        // A new keeper that has not received the broker's own entry knows no more than the next keeper.
-        let has_published = self.versions.values().any(|known| known.keeper == keeper);
-        let has_state = whole || has_published || !is_new;
-        let same_keeper = self.keeper_of_dead == Some(keeper) && has_state;
         self.grace_is_over = false;
-        self.restart = Some(Restart { keeper, same_keeper, whole });
+        self.restart = Some(match self.keeper_of_dead == Some(keeper) {
+            true if whole || self.whole_keeper == keeper => Restart::Everything,
+            // Without the broker's own entry, the keeper knows no more than another one.
+            true if !is_new => Restart::Part,
+            _ => Restart::Nothing,
+        });
     }
 }
 
@@ -201,7 +211,7 @@ impl Oracle {
             let is_done = match &message {
                 Message::Published(published) => {
                     let Some(put) = self.puts.get_mut(&pending.token) else { continue };
-                    if put.executed.is_none()
+                    if std::mem::take(&mut put.may_repeat) | put.executed.is_none()
                         && let Some(number) = self.replaced.get(&(put.name.to_owned(), published.id.clone()))
                     {
                         put.executed = Some(published.id.clone());
@@ -218,7 +228,7 @@ impl Oracle {
                     self.attribute_delete(pending.token);
                     let delete = self.deletes.get_mut(&pending.token);
                     let delete = delete.map(|delete| {
-                        delete.is_answered = true;
+                        (delete.is_answered, delete.may_repeat) = (true, false);
                         &*delete
                     });
                     self.deleted.extend(delete.into_iter().flat_map(|delete| delete.versions.iter().cloned()));

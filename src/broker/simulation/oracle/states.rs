@@ -20,12 +20,17 @@ impl Oracle {
         &mut self,
         audit: &Audit,
         memory: &BTreeMap<u64, Memory>,
-        keeper: u64,
         events: &Events,
     ) -> Result<(), String> {
         let restart = self.restart.take();
-        if restart.is_some_and(|restart| !restart.same_keeper) {
-            self.forget_everything();
+        match restart {
+            Some(Restart::Nothing) => self.forget_everything(),
+            Some(Restart::Part) => {
+                let is_gone = |id: &String| audit.versions.values().all(|version| version.id != *id);
+                self.puts.values_mut().for_each(|put| put.may_repeat |= put.executed.as_ref().is_some_and(is_gone));
+                self.deletes.values_mut().for_each(|delete| delete.may_repeat |= delete.is_executed);
+            }
+            _ => {}
         }
         let seen = events.events_after(self.last_event).1.map(|seen| &seen.event);
         let (deleted, published): (Vec<_>, Vec<_>) = seen
@@ -33,10 +38,10 @@ impl Oracle {
             .partition(|of| of.kind == EventKind::Deleted);
         for event in deleted {
             let matches =
-                |delete: &RequestedDelete| delete.name == event.name && delete.uid == event.uid && !delete.is_executed;
+                |delete: &RequestedDelete| delete.name == event.name && delete.uid == event.uid && delete.may_execute();
             let token = self.deleting.iter().find(|token| self.deletes.get(token).is_some_and(matches));
             if let Some(delete) = token.copied().and_then(|token| self.deletes.get_mut(&token)) {
-                delete.is_executed = true;
+                (delete.is_executed, delete.may_repeat) = (true, false);
                 let gone =
                     self.versions.values().filter(|known| known.version.named && known.version.name == event.name);
                 delete.versions = gone.map(|known| known.version.id.clone()).chain([event.id.clone()]).collect();
@@ -65,21 +70,16 @@ impl Oracle {
                 return Err(format!("version {} of `{}` has no lease and is not dropped", now.number, now.name));
             }
         }
-        let before = std::mem::take(&mut self.versions);
-        self.versions = audit
-            .versions
-            .iter()
-            .map(|(key, version)| {
-                let keeper = before.get(key).map_or(keeper, |known| known.keeper);
-                (*key, Known { version: version.clone(), memory: memory[key].clone(), keeper })
-            })
-            .collect();
+        let known = |(key, version): (&u64, &AuditedVersion)| {
+            (*key, Known { version: version.clone(), memory: memory[key].clone() })
+        };
+        self.versions = audit.versions.iter().map(known).collect();
         self.replaced.extend(replaced.into_iter().map(|(name, number, id)| ((name, id), number)));
         self.check_lease_changes(audit, restart)?;
         let names = published.iter().map(|of| of.name.as_str()).collect::<BTreeSet<_>>();
         self.check_makers(audit, &names)?;
         self.check_answers()?;
-        self.deleting.retain(|token| self.deletes.get(token).is_some_and(|delete| !delete.is_executed));
+        self.deleting.retain(|token| self.deletes.get(token).is_some_and(RequestedDelete::may_execute));
         (self.released, self.expired) = Default::default();
         Ok(())
     }
@@ -92,7 +92,7 @@ impl Oracle {
         restart: Option<Restart>,
     ) -> Result<(), String> {
         let mut executed = Vec::<(Token, String)>::new();
-        for (key, Known { version, memory: had, keeper }) in &self.versions {
+        for (key, Known { version, memory: had }) in &self.versions {
             let (now, has) = (audit.versions.get(key), memory.get(key));
             let what = format!("version {} of `{}`", version.number, version.name);
             let identity = |of: &AuditedVersion| (of.name.clone(), of.number, of.id.clone(), of.owner);
@@ -107,10 +107,8 @@ impl Oracle {
             if !version.named || now.is_some_and(|now| now.named) {
                 continue;
             }
-            if restart.is_some_and(|restart| !restart.whole && restart.keeper != *keeper) {
+            if restart == Some(Restart::Part) {
                 self.losses += 1;
-                let puts = self.puts.values_mut().filter(|put| put.executed.as_ref() == Some(&version.id));
-                puts.for_each(|put| put.executed = None);
             } else if !self.may_remove(version, audit) {
                 return Err(format!("{what} is gone"));
             }
@@ -123,7 +121,7 @@ impl Oracle {
         }
         for (token, id) in executed {
             let delete = self.deletes.get_mut(&token).expect("it was requested");
-            delete.is_executed = true;
+            (delete.is_executed, delete.may_repeat) = (true, false);
             delete.versions.push(id);
         }
         Ok(())
@@ -134,8 +132,8 @@ impl Oracle {
         self.versions.clear();
         self.leases.clear();
         self.makers.clear();
-        self.puts.values_mut().for_each(|put| put.executed = None);
-        self.deletes.values_mut().for_each(|delete| delete.is_executed = false);
+        self.puts.values_mut().for_each(|put| (put.executed, put.may_repeat) = (None, false));
+        self.deletes.values_mut().for_each(|delete| (delete.is_executed, delete.may_repeat) = (false, false));
     }
 
     /// Whether a version may have lost its name since the last state.
@@ -167,7 +165,7 @@ impl Oracle {
 
     fn may_delete(&self, token: Token, version: &AuditedVersion) -> bool {
         let may = |delete: &RequestedDelete| delete.name == version.name && delete.uid == version.owner;
-        self.deletes.get(&token).is_some_and(|delete| may(delete) && !delete.is_executed)
+        self.deletes.get(&token).is_some_and(|delete| may(delete) && delete.may_execute())
     }
 
     fn check_new(
@@ -213,7 +211,8 @@ impl Oracle {
             if put.name != name || part != Some(&put.memory) || *number > 1 && !put.replaces {
                 return Err(format!("version {number} of `{name}` has memory {memory:?}, and its put was {put:?}"));
             }
-            if put.executed.replace(new.id.clone()).is_some() {
+            let may_repeat = std::mem::take(&mut put.may_repeat);
+            if put.executed.replace(new.id.clone()).is_some() && !may_repeat {
                 return Err(format!("version {number} of `{name}` repeats an executed put"));
             }
         }
