@@ -176,6 +176,19 @@ const REGRESSIONS: &[&[Step]] = &[
         Connect(1),
         Exchange(1),
     ],
+    // The earlier versions of two names that were put at the same time exceeded their owner's quota.
+    &[
+        Ask(1, Put { name: 1, memory: 1, kind: Keep }),
+        Ask(0, Put { name: 0, memory: 3, kind: New }),
+        Exchange(0),
+        Ask(0, Put { name: 2, memory: 3, kind: Idle }),
+        Exchange(1),
+        Ask(1, Put { name: 0, memory: 2, kind: Keep }),
+        KillKeeper,
+        Ask(2, Put { name: 1, memory: 1, kind: Replace }),
+        Exchange(1),
+        Exchange(2),
+    ],
 ];
 
 #[test]

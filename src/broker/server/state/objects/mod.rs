@@ -110,7 +110,7 @@ struct Name {
     keep: u32,
     /// Version keys by version number. The last one is current.
     versions: BTreeMap<u64, u64>,
-    /// Earlier versions that count towards the owner's quota.
+    /// Earlier versions that count towards the owner's quota, also for a version that is not published yet.
     kept: u64,
     /// The connection that put the current version, if it is still open.
     maker: Option<ConnectionId>,
@@ -139,6 +139,11 @@ impl Name {
     /// The number of earlier versions that `keep` covers.
     fn earlier(&self) -> u64 {
         u64::from(self.keep).min((self.versions.len() as u64).saturating_sub(1))
+    }
+
+    /// The most earlier versions that it keeps until another version with this `keep` is published.
+    fn kept_after_put(&self, keep: u32) -> u64 {
+        u64::from(keep).min(self.versions.len() as u64).max(self.kept)
     }
 
     /// Removes a version.

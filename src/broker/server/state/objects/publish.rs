@@ -209,7 +209,7 @@ impl Objects {
             return refuse!(Invalid, "`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept");
         }
         if let Some(restore) = &put.header.restore {
-            return self.check_restore(caller, name, restore, keep.unwrap_or(0));
+            return self.check_restore(caller, &put.header, restore);
         }
         match self.names.get(name.as_str()) {
             None => {
@@ -260,8 +260,7 @@ impl Objects {
 
     /// Checks whether a name may have one more version and keep `keep` earlier ones.
     fn check_kept(&self, name: &Name, keep: u32) -> Result<(), BrokerError> {
-        let kept = u64::from(keep).min(name.versions.len() as u64);
-        self.users.check(name.owner.uid, Resource::Kept, kept.saturating_sub(name.kept))
+        self.users.check(name.owner.uid, Resource::Kept, name.kept_after_put(keep) - name.kept)
     }
 
     /// Whether a version of this name waits for the keeper.
@@ -281,8 +280,13 @@ impl Objects {
         self.last_key += 1;
         let key = self.last_key;
         self.users.add_version(&record);
-        if !self.names.contains_key(record.name.as_str()) {
-            self.users.add(record.owner.uid, Resource::Objects, 1);
+        // Counted now: its owner's other names may be put before it is published.
+        match self.names.get_mut(record.name.as_str()) {
+            None => self.users.add(record.owner.uid, Resource::Objects, 1),
+            Some(name) => {
+                let kept = name.kept_after_put(record.keep);
+                self.users.recount(name.owner.uid, Resource::Kept, &mut name.kept, kept);
+            }
         }
         self.store.send(key, fds.len());
         self.unconfirmed_names.insert(record.name.clone());
@@ -440,7 +444,8 @@ impl Objects {
     }
 
     /// Checks whether the caller may restore this version, which the previous server had.
-    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore, keep: u32) -> Result<(), BrokerError> {
+    fn check_restore(&self, caller: &Caller, put: &PutHeader, restore: &Restore) -> Result<(), BrokerError> {
+        let name = put.name.as_str();
         let Restore { version, owner, id, .. } = restore;
         if !(caller.is_superuser() || caller.uid == owner.uid) {
             let (uid, owner) = (caller.uid, owner.uid);
@@ -478,7 +483,7 @@ impl Objects {
                 owner.uid
             );
         }
-        self.check_kept(existing, keep)
+        self.check_kept(existing, put.keep.unwrap_or(existing.keep))
     }
 }
 
