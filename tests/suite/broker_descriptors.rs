@@ -16,14 +16,9 @@ use vmmfd::{
 };
 
 use crate::{
-    broker::filled,
+    broker::{filled, until},
     broker_process::Raw,
-    support::{
-        Subject,
-        material::Material,
-        served::{Served, connections},
-        with_own_descriptors,
-    },
+    support::{Subject, material::Material, served::Served, with_own_descriptors},
 };
 
 const MIB: u64 = 1 << 20;

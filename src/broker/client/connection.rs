@@ -11,7 +11,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-
 use super::{
     dial::{Dialled, Dialler, no_broker},
     exchange::Exchange,
@@ -253,7 +252,8 @@ impl Connection {
     /// [`Error::Misuse`] on a socket without a path. `what` needs the connection.
     pub(super) fn second_connection(&self, what: &str) -> Result<&Dialler> {
         self.dialler.as_deref().ok_or_else(|| {
-            let problem = format!("{what} need a second connection, and this client's socket has no path: connect to a path");
+            let problem =
+                format!("{what} need a second connection, and this client's socket has no path: connect to a path");
             Error::Misuse { problem }
         })
     }

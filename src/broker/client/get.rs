@@ -410,9 +410,8 @@ impl Client {
             Err(Error::Broker(refusal)) if waits && refusal.code == RefusalCode::Absent => {
                 self.wait_for(gets, wait, claim)
             }
-            found => found?.map(|(leases, token)| {
-                (leases, token.map(|token| Claim { connection: Arc::clone(&self.0), token }))
-            }),
+            found => found?
+                .map(|(leases, token)| (leases, token.map(|token| Claim { connection: Arc::clone(&self.0), token }))),
         }
     }
 

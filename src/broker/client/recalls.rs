@@ -2,12 +2,7 @@
 
 use std::{collections::HashSet, fmt, sync::Arc, time::Instant};
 
-use super::{
-    Client,
-    connection::Connection,
-    holdings::OwnLease,
-    subscription::Subscription,
-};
+use super::{Client, connection::Connection, holdings::OwnLease, subscription::Subscription};
 use crate::{
     channel::deadline_after,
     error::Result,

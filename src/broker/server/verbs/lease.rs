@@ -1,11 +1,6 @@
 //! Leases: release, report, resume, recall.
 
-use super::{
-    effects::Effects,
-    get,
-    publish::answer_when_confirmed,
-    reply::reply,
-};
+use super::{effects::Effects, get, publish::answer_when_confirmed, reply::reply};
 use crate::{
     broker::server::state::{caller::ConnectionId, objects::Resumption, root::State},
     wire::broker::{Message, Recall, ReportHeader, Resume, Resumed, ResumedLease, Token},

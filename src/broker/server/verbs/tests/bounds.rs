@@ -21,12 +21,11 @@ fn tables_count_towards_quota() {
 fn users_share_the_descriptors() {
     let mut test = Fixture::with(Quota::default(), 1000);
     let [first, second] = [0, 1].map(|more| test.greet_as((USER_UID + more, USER_UID, &[]), VERSION).0);
-    let mut puts = |client, name: &str| {
-        match test.put_parts(client, name, &[part("all", 100)], Vec::new()).message(client) {
+    let mut puts =
+        |client, name: &str| match test.put_parts(client, name, &[part("all", 100)], Vec::new()).message(client) {
             Message::Refused(refusal) => Err(refusal),
             other => Ok(other.name()),
-        }
-    };
+        };
     let refusal = (0..10).find_map(|at| puts(first, &format!("first/{at}")).err()).unwrap();
     assert!(refusal.code == RefusalCode::Full && refusal.message.starts_with("uid 34560 has "), "{}", refusal.message);
     assert_eq!(puts(second, "second").unwrap(), "published");
@@ -92,5 +91,5 @@ fn contradictory_puts_are_refused() {
             other => panic!("{words}: {other:?}"),
         }
     }
-    assert_eq!(test.state.objects.counts().versions, 0);
+    assert_eq!(test.state.objects.total().versions, 0);
 }

@@ -39,7 +39,7 @@ fn get_of_lease_selects_its_memory() {
     assert_eq!(test.leases(), 1);
     test.ask(reader, Message::Release(serde_json::from_value(json!({ "token": token })).unwrap()));
     assert_eq!(select(&mut test, reader, of(json!({}))).refusal(reader), RefusalCode::Absent);
-    assert_eq!((test.leases(), test.state.objects.counts().versions), (0, 1));
+    assert_eq!((test.leases(), test.state.objects.total().versions), (0, 1));
 }
 
 #[test]
