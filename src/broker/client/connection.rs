@@ -235,15 +235,19 @@ impl Connection {
     }
 
     /// Moves leases and puts from the connection that [`Connection::wait`] used. Returns whether the broker still knows all of them.
-    pub(super) fn take_over(&self, from: &Self, leases: &[Lease], puts: Vec<Token>) -> Result<bool> {
-        if ptr::eq(self, from) {
+    pub(super) fn take_over(self: &Arc<Self>, from: &Self, leases: &[Lease], puts: Vec<Token>) -> Result<bool> {
+        if ptr::eq(&raw const **self, from) {
             return Ok(true);
         }
-        let resumed = self.request(Duration::ZERO, |exchange, _| {
-            let leases = leases.iter().map(|lease| lease.hold.held.resumption()).collect();
-            resume_on(exchange, Resume { leases, puts: puts.clone() })
-        });
-        Ok(resumed?.is_empty())
+        self.request(Duration::ZERO, |exchange, _| {
+            let resumed = leases.iter().map(|lease| lease.hold.held.resumption()).collect();
+            let lost = resume_on(exchange, Resume { leases: resumed, puts: puts.clone() })?;
+            if lost.is_empty() {
+                // Before another request: from now on a reconnect resumes them.
+                leases.iter().for_each(|lease| self.add_lease(&lease.hold.held));
+            }
+            Ok(lost.is_empty())
+        })
     }
 
     /// How to open a second connection.

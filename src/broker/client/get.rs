@@ -495,9 +495,10 @@ fn receive_leases(
     }
     let tokens: Vec<Token> = leases.iter().map(|lease| lease.header.token).collect();
     let holder = exchange.connection;
+    let is_own = ptr::eq(holder, &raw const **connection);
     let release = || {
         // The connection of a wait is closed instead.
-        if ptr::eq(holder, &raw const **connection) {
+        if is_own {
             tokens.iter().for_each(|token| connection.release(*token, "the lease"));
         }
     };
@@ -533,7 +534,12 @@ fn receive_leases(
         }
         Ok(lease)
     });
-    leases.collect::<Result<_>>().map(Ok)
+    let leases: Vec<Lease> = leases.collect::<Result<_>>()?;
+    // Otherwise `Connection::take_over` adds them.
+    if is_own {
+        leases.iter().for_each(|lease| connection.add_lease(&lease.hold.held));
+    }
+    Ok(Ok(leases))
 }
 
 /// Receives the rest of a lease after its first record. `more`: another lease follows, so the last record needs an acknowledgement too.

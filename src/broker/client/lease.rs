@@ -120,7 +120,8 @@ pub(super) struct Described {
 }
 
 impl Lease {
-    /// Combines the description of a version with the memory of a lease, which may have fewer parts.
+    /// Combines the description of a version with the memory of a lease, which may have fewer parts. The caller adds the lease to the
+    /// connection.
     pub(super) fn new(connection: &Arc<Connection>, described: Described, raw: RawLease) -> Result<Self> {
         let Described { header, parts: mut headers } = described;
         let mut segments = raw.segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
@@ -138,7 +139,6 @@ impl Lease {
         let restore = raw.header.whole.then(|| parts.iter().map(LeasedPart::restore_part).collect());
         let size = parts.iter().flat_map(|part| &part.runs).map(|run| run.run.size).sum();
         let held = Arc::new(OwnLease::new(raw.header.token, Arc::clone(&header), size, restore));
-        connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
         Ok(Self { hold, header, parts })
     }

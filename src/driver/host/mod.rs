@@ -40,7 +40,7 @@ use crate::{
 pub const GRANULARITY: u64 = 2 << 20;
 
 /// How long to retry a seal while a fork of this process still has the memory mapped.
-const FORK_TIMEOUT: Duration = Duration::from_millis(500);
+const FORK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The namespace of the host device's UUID: version 5, derived from the boot ID.
 const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
