@@ -142,6 +142,13 @@ pub(super) fn inline_room(parts: usize, announced: usize) -> usize {
     MAX_INLINE_TOGETHER * parts / announced.max(parts).max(1)
 }
 
+/// A value, shortened for a sentence.
+pub(super) fn short(value: &impl ToString) -> String {
+    let mut text = value.to_string();
+    shorten(&mut text, 100);
+    text
+}
+
 /// Checks the table of a part of `size` bytes.
 pub(super) fn check_arrays(part: &str, size: u64, arrays: &[ArrayEntry]) -> Result<(), BrokerError> {
     let count = arrays.len();
@@ -153,21 +160,16 @@ pub(super) fn check_arrays(part: &str, size: u64, arrays: &[ArrayEntry]) -> Resu
             (1..=1024).contains(&length),
             "the name of an array in part `{part}` has {length} bytes: 1 to 1024 are allowed"
         );
-        let shown = || {
-            let mut shown = name.clone();
-            shorten(&mut shown, 100);
-            shown
-        };
-        ensure!(names.insert(name.as_str()), "array `{}` occurs twice in part `{part}`", shown());
+        ensure!(names.insert(name.as_str()), "array `{}` occurs twice in part `{part}`", short(name));
         if let Err(error) = array.check(size) {
-            let (shown, why) = (shown(), error.in_full());
+            let (shown, why) = (short(name), error.in_full());
             return invalid(format!("array `{shown}` exceeds part `{part}` of {size} bytes: {why}"));
         }
         let text = attributes.as_ref().map_or("{}", Attached::as_str);
         ensure!(
             text.len() <= MAX_ATTRIBUTES && text.starts_with('{'),
             "the attributes of array `{}` have {} bytes: only JSON objects of at most {MAX_ATTRIBUTES} bytes are allowed",
-            shown(),
+            short(name),
             text.len()
         );
     }

@@ -142,20 +142,16 @@ impl Connection {
         self.socket.timeout()
     }
 
-    /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Waits for the requests of other
-    /// threads in progress, at most for the timeout.
+    /// Makes a request that does not wait in the broker: `request` sends it and receives the whole answer, within the timeout. Waits for the
+    /// requests of other threads in progress, at most for the timeout.
     ///
-    /// If the connection breaks, this reconnects within the timeout and calls `request` again with the rest of the wait. So `request`
-    /// must be idempotent.
-    pub(super) fn request<T>(
-        &self,
-        wait: Duration,
-        request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
-    ) -> Result<T> {
-        self.run(wait, self.waits.stops(), request)
+    /// If the connection breaks, this reconnects within the timeout and calls `request` again. So `request` must be idempotent.
+    pub(super) fn request<T>(&self, request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>) -> Result<T> {
+        self.run(Duration::ZERO, self.waits.stops(), request)
     }
 
-    /// Makes a request that may wait in the broker, on a connection of its own. Without a path to connect to, it uses this connection.
+    /// As [`Connection::request`], for a request that waits in the broker, on a connection of its own. `request` gets the rest of the wait.
+    /// Without a path to connect to, it uses this connection.
     ///
     /// The broker attributes leases and names to the other connection, which is closed when the result is dropped: see
     /// [`Connection::take_over`].
@@ -239,7 +235,7 @@ impl Connection {
         if ptr::eq(&raw const **self, from) {
             return Ok(true);
         }
-        self.request(Duration::ZERO, |exchange, _| {
+        self.request(|exchange, _| {
             let resumed = leases.iter().map(|lease| lease.hold.held.resumption()).collect();
             let lost = resume_on(exchange, Resume { leases: resumed, puts: puts.clone() })?;
             if lost.is_empty() {

@@ -1,7 +1,7 @@
 //! Selects an object, or a subset of it, and receives a lease of it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     ops::Range,
     os::fd::OwnedFd,
     ptr,
@@ -11,21 +11,24 @@ use std::{
 
 use super::{
     Client,
+    claim::{Claim, ClaimOf, Found},
     connection::Connection,
     exchange::Exchange,
     holdings::PartHeader,
     lease::{Described, Lease, RawLease, differs, quoting},
+    ranges::ranges_of,
     records::unexpected,
 };
 use crate::{
-    broker::name::{check_component, check_name},
+    broker::{
+        name::{check_component, check_name},
+        request::short,
+    },
     channel::deadline_after,
-    driver::GRANULARITY,
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     wire::{
         ByteRange, Check, Received,
         broker::{self, GetObject, Message, Token},
-        shorten,
     },
 };
 
@@ -230,139 +233,6 @@ impl Get {
     }
 }
 
-/// A value, shortened for a sentence.
-fn short(value: &impl ToString) -> String {
-    let mut text = value.to_string();
-    shorten(&mut text, 100);
-    text
-}
-
-/// The most ranges of one request. Its record has room for them.
-const MAX_RANGES: usize = 512;
-
-/// The most arrays that an error lists.
-const MAX_LISTED: usize = 8;
-
-/// The bytes of arrays, by part. If several parts have an array, the first does.
-fn ranges_of(object: &str, names: &[String], parts: &[&PartHeader]) -> Result<BTreeMap<String, Vec<ByteRange>>> {
-    let mut wanted: BTreeSet<&str> = names.iter().map(String::as_str).collect();
-    let mut found = Vec::new();
-    let (mut present, mut all) = (Vec::new(), 0);
-    for part in parts {
-        all += part.arrays.len();
-        present.extend(part.arrays.iter().take(MAX_LISTED - present.len()).map(|entry| short(&entry.name)));
-        let arrays = part.arrays.iter().filter(|entry| wanted.remove(entry.name.as_str()));
-        let spans = arrays.map(|entry| entry.array.span()).collect::<Result<Vec<_>>>()?;
-        if !spans.is_empty() {
-            found.push((part, spans));
-        }
-    }
-    if !wanted.is_empty() {
-        let missing: Vec<String> = wanted.iter().take(MAX_LISTED).map(short).collect();
-        let more = if all > present.len() { ", ..." } else { "" };
-        let present = match all {
-            0 => "it has no arrays".to_owned(),
-            _ => format!("its arrays are {}{more} ({all} in all)", present.join(", ")),
-        };
-        let message = format!("`{object}` has no array {}; {present}", missing.join(", "));
-        return Err(quoting(RefusalCode::Lacks, message));
-    }
-    let most = (MAX_RANGES / found.len().max(1)).max(1);
-    Ok(found.into_iter().map(|(part, spans)| (part.name.clone(), merge(spans, part.description.size, most))).collect())
-}
-
-/// Merges byte ranges to at most `most`. Segments are multiples of the granularity, so ranges in adjacent units need no separate request. If
-/// there are too many, larger units cover more bytes than needed.
-fn merge(mut spans: Vec<Range<u64>>, size: u64, most: usize) -> Vec<ByteRange> {
-    spans.sort_unstable_by_key(|span| span.start);
-    let mut unit = GRANULARITY;
-    loop {
-        let mut merged: Vec<Range<u64>> = Vec::new();
-        for span in &spans {
-            // An empty array needs a byte too.
-            let first = span.start.min(size.saturating_sub(1));
-            let start = first / unit * unit;
-            let end = span.end.max(first + 1).div_ceil(unit).saturating_mul(unit);
-            match merged.last_mut() {
-                Some(last) if start <= last.end => last.end = last.end.max(end),
-                _ => merged.push(start..end),
-            }
-        }
-        if merged.len() <= most {
-            let range = |span: Range<u64>| ByteRange { offset: span.start, length: span.end.min(size) - span.start };
-            return merged.into_iter().map(range).collect();
-        }
-        unit *= 2;
-    }
-}
-
-/// The object, or the part of it, that a process offers to create: see [`Client::get_or_claim`].
-#[derive(Debug, Clone, Default)]
-#[must_use]
-pub struct ClaimOf {
-    claim: broker::ClaimHeader,
-}
-
-impl ClaimOf {
-    /// The whole object.
-    pub fn whole() -> Self {
-        Self::default()
-    }
-
-    /// A single part. All claims and puts for one version share a `group`, which no other version uses.
-    pub fn part(part: impl Into<String>, group: impl Into<String>) -> Self {
-        Self { claim: broker::ClaimHeader { part: Some(part.into()), group: Some(group.into()) } }
-    }
-}
-
-/// The result of [`Client::get_or_claim`].
-///
-/// ```
-/// use std::time::Duration;
-/// use vmmfd::broker::{ClaimOf, Found, Get, Put, PutPart};
-///
-/// # let broker = vmmfd::internals::ExampleBroker::start()?;
-/// # let client = &broker.client;
-/// # let (memory, driver) = (&broker.memory, &broker.driver);
-/// let get = Get::new("weights").wait(Duration::from_secs(60));
-/// let object = match client.get_or_claim(&get, &ClaimOf::whole())? {
-///     Found::Lease(lease) => lease.open(driver, None)?,
-///     // Only this process loads the weights. The others wait for its put.
-///     Found::Claim(_claim) => {
-///         client.put(&Put::new("weights").part(PutPart::of("all", memory)?))?;
-///         client.get(&get)?.open(driver, None)?
-///     }
-///     other => unreachable!("{other:?}"),
-/// };
-/// # drop(object);
-/// # Ok::<(), vmmfd::Error>(())
-/// ```
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Found {
-    /// The object exists.
-    Lease(Lease),
-    /// The object does not exist, and this process should create it.
-    Claim(Claim),
-}
-
-/// The exclusive right to create an object or a part of it, while other processes wait.
-///
-/// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
-/// not survive a restart of the broker, which may then give the claim to another process, and an interrupted request of the client can end
-/// them too. If both processes put the object, the second put fails with the code `exists`.
-#[derive(Debug)]
-pub struct Claim {
-    connection: Arc<Connection>,
-    token: Token,
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        self.connection.release(self.token, "the claim");
-    }
-}
-
 impl Client {
     /// Gets a lease of an object. Waits for the object as long as [`Get::wait`] allows.
     ///
@@ -406,7 +276,7 @@ impl Client {
     ) -> Result<(Vec<Lease>, Option<Claim>)> {
         let waits = wait.is_some_and(|wait| !wait.is_zero());
         let mut request = build_request(gets, if waits { None } else { wait }, claim)?;
-        match self.0.request(Duration::ZERO, |exchange, left| self.receive(exchange, gets, &mut request, left)) {
+        match self.0.request(|exchange, left| self.receive(exchange, gets, &mut request, left)) {
             Err(Error::Broker(refusal)) if waits && refusal.code == RefusalCode::Absent => {
                 self.wait_for(gets, wait, claim)
             }
@@ -530,7 +400,7 @@ fn receive_leases(
     let leases = gets.iter().zip(described).zip(leases).map(|((get, (_, of)), lease)| {
         let mut lease = Lease::new(connection, of, lease)?;
         if let Some(parts) = &get.parts {
-            lease.parts.sort_by_key(|part| parts.iter().position(|name| *name == part.header.name));
+            lease.parts.sort_by_cached_key(|part| parts.iter().position(|name| *name == part.header.name));
         }
         Ok(lease)
     });

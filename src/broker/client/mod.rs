@@ -1,5 +1,6 @@
 //! The broker's client.
 
+mod claim;
 mod connection;
 mod dial;
 mod exchange;
@@ -9,6 +10,7 @@ mod holdings;
 mod lease;
 mod object;
 mod put;
+mod ranges;
 mod recall;
 mod recalls;
 mod reconnect;
@@ -29,13 +31,9 @@ use std::{
     time::Duration,
 };
 
-use self::{
-    connection::Connection,
-    lease::{differs, read_metadata},
-    records::unexpected,
-};
 pub use self::{
-    get::{Claim, ClaimOf, Found, Get},
+    claim::{Claim, ClaimOf, Found},
+    get::Get,
     holdings::{LossReason, Lost, Restored},
     lease::{Lease, LeasedPart},
     object::{Object, ObjectPart},
@@ -43,6 +41,11 @@ pub use self::{
     recall::{Recall, RecallHolder, RecallOf},
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},
+};
+use self::{
+    connection::Connection,
+    lease::{differs, read_metadata},
+    records::unexpected,
 };
 use super::name::{check_name, check_prefix};
 use crate::{
@@ -296,7 +299,7 @@ impl Client {
 
     /// Sends a request whose answer is one record.
     fn ask(&self, message: &Message) -> Result<(Message, Vec<OwnedFd>)> {
-        self.0.request(Duration::ZERO, |exchange, _| {
+        self.0.request(|exchange, _| {
             exchange.send_first(message, &[])?;
             exchange.receive("for the broker's answer")
         })

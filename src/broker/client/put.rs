@@ -318,7 +318,7 @@ impl Client {
             }
             Ok(published)
         };
-        let Some(wait) = wait_ms else { return self.0.request(Duration::ZERO, send) };
+        let Some(wait) = wait_ms else { return self.0.request(send) };
         let (published, other) = self.0.wait(Duration::from_millis(*wait), &mut send)?;
         // The name's lifetime may depend on the connection.
         self.0.take_over(&other, &[], vec![request])?;

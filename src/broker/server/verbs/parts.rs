@@ -54,7 +54,7 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
         return;
     };
     let announced = &version.header.announced;
-    version.parts.sort_by_key(|part| announced.iter().position(|name| *name == part.record.header.name));
+    version.parts.sort_by_cached_key(|part| announced.iter().position(|name| *name == part.record.header.name));
     change(state, effects, Change::Put(Box::new(version)));
 }
 
