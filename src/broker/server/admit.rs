@@ -192,21 +192,25 @@ impl Limits {
         }
     }
 
+    /// The descriptors for all users together.
+    fn free(&self) -> u64 {
+        self.files.saturating_sub(SPARE as u64)
+    }
+
     /// A user's share of a resource, and the total.
     fn of(&self, uid: u32, resource: Resource) -> (u64, u64) {
-        let is_superuser = is_superuser(uid);
-        let free = self.files.saturating_sub(SPARE as u64);
+        // Only where it matters: it makes a system call, and some limits are checked for each record.
         match resource.rule().limit {
             Limit::Quota(_, of) => {
-                let user = if is_superuser { &self.superuser } else { &self.user };
+                let user = if is_superuser(uid) { &self.superuser } else { &self.user };
                 (of(user).unwrap_or(NONE), of(&self.total).unwrap_or(NONE))
             }
             // One record always fits.
             Limit::Files if resource == Resource::InFlight => {
                 ((self.files / SHARES).max(MAX_FDS as u64), self.files.max(MAX_FDS as u64))
             }
-            Limit::Files if is_superuser => (free, free),
-            Limit::Files => (free / SHARES, free),
+            Limit::Files if is_superuser(uid) => (self.free(), self.free()),
+            Limit::Files => (self.free() / SHARES, self.free()),
             Limit::Fixed(user, total) => (user, total),
         }
     }
@@ -275,7 +279,7 @@ impl Users {
 
     /// Whether the process has more descriptors than its limit allows, beyond the room to receive a record.
     pub(crate) fn is_full(&self) -> bool {
-        self.total(Resource::Descriptors) > self.limits.of(NOBODY, Resource::Descriptors).1
+        self.total(Resource::Descriptors) > self.limits.free()
     }
 
     /// Refuses a user that may not have `more` of a resource.
