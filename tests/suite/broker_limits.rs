@@ -180,7 +180,7 @@ mod memory {
     }
 }
 
-/// The thread that closes replaced memory is stopped. The event loop goes on.
+/// While the thread that closes replaced memory is stopped, the event loop continues.
 #[test]
 fn puts_wait_for_closing_replaced_memory() {
     let served = Served::alone(&[]);
@@ -389,7 +389,7 @@ fn each_of_many_connections_is_served() {
     assert_eq!(client.metrics().unwrap().leases, 0);
 }
 
-/// The idle time starts anew when the lease is dropped, and no other timer wakes the server.
+/// The idle time begins again when the lease is dropped, and no other timer wakes the server.
 #[test]
 fn name_expires_without_traffic() {
     let served = Served::alone(&["--timeout", "600s"]);

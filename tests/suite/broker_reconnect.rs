@@ -59,7 +59,7 @@ fn waiting(client: &Client, name: &'static str) -> JoinHandle<vmmfd::Result<Leas
     thread::spawn(move || client.get(&Get::new(name).wait(LONG)))
 }
 
-/// What a client reports about its leases.
+/// The reports of a client about its leases.
 struct Notices(Receiver<Result<Restored, (Lost, usize)>>);
 
 impl Notices {

@@ -66,7 +66,7 @@ impl RequestedDelete {
     }
 }
 
-/// What a server's keeper has at its start.
+/// The entries of a server's keeper at the server's start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Restart {
     Everything,

@@ -178,7 +178,7 @@ impl Reactor {
         }
     }
 
-    /// Counts what the closers have closed.
+    /// Counts the descriptors that the closers have closed.
     fn take_closed(&mut self) {
         for Closed { resource, uid, count } in self.closed.try_iter().collect::<Vec<_>>() {
             self.closer(resource).closed(uid);

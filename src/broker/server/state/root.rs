@@ -40,7 +40,7 @@ pub(crate) struct State {
     pub(crate) emulated: bool,
 }
 
-/// Changes of names, and what they wait for.
+/// Changes of names that have begun, or wait for others.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     /// Oldest first. The keeper confirms a change when it has read everything before the mark.

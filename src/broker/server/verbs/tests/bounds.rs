@@ -1,4 +1,4 @@
-//! Puts that contradict themselves, and the bounds of what a user may store.
+//! Contradictory puts, and the bounds of a user's memory in the server.
 
 use super::*;
 

@@ -124,7 +124,7 @@ fn modes_decide_read_and_replace() {
         readable.sort();
         assert_eq!(test.lists(client), readable, "as {uid}, {gid}");
     }
-    // Root and the server's user may do everything, owners may delete what they can't read.
+    // Root and the server's user may do everything. Owners may delete objects that they can't read.
     for uid in [0, nix::unistd::geteuid().as_raw()] {
         let client = test.user(uid);
         assert_eq!(test.lists(client).len(), modes.len());
@@ -235,7 +235,7 @@ fn quotas_are_each_users_own() {
         assert!(refused.message.contains(why), "{}", refused.message);
         assert_eq!(test.deletes(client, &first), None);
     }
-    // The maker of a version pays for it, whoever owns the name.
+    // The maker of a version pays for it, even if another user owns the name.
     let maker = test.user(MAKER);
     assert_eq!(code(test.puts(maker, &format!("{OTHER}/1"), r#", "replace": true"#)), None);
     assert_eq!(test.sees(maker, "").totals[0].devices[0].bytes, 3 * GRANULARITY);
