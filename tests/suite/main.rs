@@ -11,6 +11,7 @@ mod broker_copy_on_write;
 mod broker_descriptors;
 mod broker_embedded;
 mod broker_keeper;
+mod broker_kills;
 mod broker_limits;
 mod broker_pages;
 mod broker_pairs;

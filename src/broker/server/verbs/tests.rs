@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     broker::{
-        keeper::Store,
+        keeper::{Entry, Source, Store},
         server::{
             admit::{Limits, Resource},
             state::{
@@ -46,9 +46,13 @@ use crate::{
 /// Neither root nor the user that runs the tests.
 const USER_UID: u32 = 34_560;
 
+const RESUME: Duration = Duration::from_secs(10);
+
 struct Fixture {
     state: State,
     last: u64,
+    limits: Limits,
+    now: Time,
 }
 
 impl Fixture {
@@ -58,8 +62,22 @@ impl Fixture {
 
     fn with(quota: Quota, files: usize) -> Self {
         let limits = Limits::new(quota, Quota::default(), files);
-        let objects = Objects::restore(Time::now(), limits, Store::none(), BTreeMap::new());
-        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
+        let now = Time::now();
+        let objects = Objects::restore(now, limits, RESUME, Store::none(), BTreeMap::new());
+        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, limits, now }
+    }
+
+    /// Another server takes over the entries, so many milliseconds later. Connections are lost.
+    fn restart(&mut self, after_ms: u64) {
+        let old = &self.state.objects;
+        let entry = |key: &u64| {
+            let fds = old.descriptors(*key).unwrap().iter().map(|fd| fd.try_clone().unwrap()).collect();
+            (*key, Entry { manifest: old.manifest(*key).unwrap().0, fds })
+        };
+        let entries = old.copy().versions.keys().map(entry).collect();
+        self.now.ms += after_ms;
+        let objects = Objects::restore(self.now, self.limits, RESUME, Store::none(), entries);
+        self.state = State::new(objects, Duration::from_secs(30), false);
     }
 
     /// Connects a client that has sent its hello.

@@ -86,12 +86,15 @@ impl Objects {
     /// Drops a version without leases, unless its name keeps it.
     pub(crate) fn drop_unless_kept(&mut self, key: u64) {
         let is_awaited = self.is_awaited(key);
-        let is_unused = |version: &&mut Version| version.leases == 0 && !is_awaited;
-        let Some(version) = self.versions.get_mut(&key).filter(is_unused) else { return };
+        let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
         if !version.record.is_unnamed
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
             if entry.keeps(version.record.version) {
+                return;
+            }
+            if is_awaited {
+                self.limit_resume(key);
                 return;
             }
             entry.forget(version.record.version, key);
@@ -103,7 +106,11 @@ impl Objects {
     /// Drops a version without a name and leases. Returns whether it did.
     pub(super) fn drop_if_unused(&mut self, key: u64) -> bool {
         let is_used = |version: &Version| !version.record.is_unnamed || version.leases > 0;
-        if self.is_awaited(key) || self.versions.get(&key).is_none_or(is_used) {
+        if self.versions.get(&key).is_none_or(is_used) {
+            return false;
+        }
+        if self.is_awaited(key) {
+            self.limit_resume(key);
             return false;
         }
         let Some(Version { record, fds, .. }) = self.versions.remove(&key) else { return false };

@@ -108,3 +108,37 @@ fn early_release_ends_connection() {
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
 }
+
+/// Each restart lets clients resume leases for 10 s. A replaced version without a lease stays for 10 s, even if servers restart all the time.
+#[test]
+fn restarts_do_not_keep_replaced_versions() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    test.put(maker, "a", "");
+    let mut longest = 0;
+    for _ in 0..12 {
+        test.restart(4000);
+        let maker = test.client();
+        test.put(maker, "a", r#", "replace": true"#).published(maker);
+        longest = longest.max(test.state.objects.total().versions);
+    }
+    assert_eq!(longest, 4, "the current version, and those of the last 10 s");
+}
+
+#[test]
+fn resumed_lease_keeps_version_through_restarts() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    let Published { id, .. } = test.put(maker, "a", "").published(maker);
+    let (token, _) = test.get(reader, "a", "").lease(reader);
+    for _ in 0..5 {
+        test.restart(4000);
+        let (maker, reader) = (test.client(), test.client());
+        // Replaced before the reader is back.
+        test.put(maker, "a", r#", "replace": true"#).published(maker);
+        let lease = json!({ "token": token, "id": id, "size": 1 });
+        let resume = json!({ "leases": [lease] });
+        let seen = test.ask(reader, Message::Resume(serde_json::from_value(resume).unwrap()));
+        assert!(matches!(seen.message(reader), Message::Resumed(resumed) if resumed.lost.is_empty()));
+    }
+}
