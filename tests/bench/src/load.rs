@@ -134,9 +134,11 @@ fn held(run: &mut Run<'_>, host: &Device) -> Result<()> {
 /// The longest get of a client while another puts, replaces, lists and deletes very many objects.
 fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
     const PHASES: [&str; 4] = ["puts", "replaces", "lists", "deletes"];
-    let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD);
     let broker = Broker::start(run, true)?;
     let client = broker.connect(run)?;
+    // Less than a user's share of the descriptors, a quarter.
+    let room = client.metrics()?.descriptors.allowed as usize / 5;
+    let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD).min(room);
     let task = Task { driver: false, ..run.task.clone() };
     let reader = run.family.peer("a client of the broker", &task, run.cancel, &[])?;
     connect(&reader, &broker)?;
