@@ -13,7 +13,11 @@ use std::{
 };
 
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::{
+        ptrace::{self, Options},
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
     unistd::Pid,
 };
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -30,7 +34,7 @@ use crate::{
     support::{
         Subject,
         material::token,
-        served::{Keeper, Served, copied, is_alive, stored},
+        served::{Keeper, Served, copied, is_alive, is_stopped, stored},
         session::spawn_alone,
     },
 };
@@ -267,6 +271,37 @@ fn twin_continues_for_killed_keeper() {
     check(&served, 2);
     // The server has everything now, so there is no twin.
     until(|| served.keepers() == [keeper]);
+}
+
+/// A new keeper is killed once it has a twin, and before it has told the old keeper that it serves.
+#[test]
+fn twin_of_killed_successor_ends_the_handover() {
+    let served = Served::start(Keeper::Own, &Subject::host());
+    put(&served, "object-0", 0);
+    let old = served.keeper();
+    served.manager.stop(Signal::SIGKILL);
+    let mut command = Command::new("sh");
+    command.args(["-c", "kill -STOP $$; exec \"$0\" keeper --socket \"$1\""]).arg(binary("vmmfd"));
+    let mut child = spawn_alone(command.arg(&served.keeper_path).stderr(Stdio::null()));
+    let new = Pid::from_raw(child.id().cast_signed());
+    until(|| is_stopped(new));
+    ptrace::seize(new, Options::PTRACE_O_TRACEFORK).unwrap();
+    kill(new, Signal::SIGCONT).unwrap();
+    loop {
+        match waitpid(new, None).unwrap() {
+            WaitStatus::PtraceEvent(_, _, nix::libc::PTRACE_EVENT_FORK) => break,
+            WaitStatus::Stopped(_, signal) => ptrace::cont(new, signal).unwrap(),
+            _ => ptrace::cont(new, None).unwrap(),
+        }
+    }
+    let twin = Pid::from_raw(ptrace::getevent(new).unwrap() as i32);
+    waitpid(twin, Some(WaitPidFlag::__WALL)).unwrap();
+    ptrace::detach(twin, None).unwrap();
+    kill(new, Signal::SIGKILL).unwrap();
+    child.wait().unwrap();
+    until(|| !is_alive(old) && served.keeper() == twin);
+    served.manager.start_again();
+    check(&served, 1);
 }
 
 #[test]

@@ -69,8 +69,8 @@ pub(in crate::broker) struct KeeperProcess {
     /// Where servers connect; `None` in a simulation.
     newcomers: Option<Newcomers>,
     twin: Twin,
-    /// The previous keeper, which waits until this one serves.
-    predecessor: Option<OwnedFd>,
+    /// The previous keeper, which waits until this one or its twin serves.
+    predecessor: Option<(OwnedFd, Process)>,
     /// Whether a server started it: it has no init, and exits if no server uses it.
     is_detached: bool,
     /// Since when it has no server.
@@ -95,7 +95,7 @@ impl KeeperProcess {
                 let request = Message::Succeed { version: VERSION };
                 let outcome = receive_all(&socket, &keeper, &request, cancel);
                 if let Outcome::Complete(handover) = outcome.map_err(|error| unreachable(path, error))?
-                    && let Some(keeper) = Self::after(socket, handover, path, is_detached, cancel)?
+                    && let Some(keeper) = Self::after((socket, keeper), handover, path, is_detached, cancel)?
                 {
                     return Ok(keeper);
                 }
@@ -115,7 +115,7 @@ impl KeeperProcess {
 
     /// Creates the keeper that continues with the state of another. `None` if the other one did not wait for it.
     fn after(
-        socket: OwnedFd,
+        predecessor: (OwnedFd, Process),
         handover: Handover,
         path: &Path,
         is_detached: bool,
@@ -129,12 +129,16 @@ impl KeeperProcess {
         let awaits_server = report.is_empty();
         let mut held = Held::new(entries, report);
         held.is_whole = is_whole;
-        let mut keeper = Self { predecessor: Some(socket), awaits_server, ..Self::new(held, newcomers, is_detached) };
+        let mut keeper =
+            Self { predecessor: Some(predecessor), awaits_server, ..Self::new(held, newcomers, is_detached) };
         // The twin must not handle signals before it is the keeper.
         block_signals()?;
+        let parent = process::id();
         keeper.keep_twin();
-        if let Some(predecessor) = keeper.predecessor.take() {
-            if send(&predecessor, &Message::Serving, &[]).is_err() {
+        if let Some((socket, predecessor)) = keeper.predecessor.take() {
+            // In the twin, whose parent was killed, perhaps after it had sent this: then the previous keeper exits.
+            let is_done = || process::id() != parent && predecessor.exits_within(HANDOVER_TIMEOUT);
+            if send(&socket, &Message::Serving, &[]).is_err() && !is_done() {
                 keeper.twin.end();
                 keeper.leave_socket();
                 return Ok(None);
@@ -280,7 +284,7 @@ impl KeeperProcess {
             }
         };
         // The peers of these connections must see the parent's end.
-        (self.server, self.predecessor) = (None, None);
+        self.server = None;
         if let Some(newcomers) = &mut self.newcomers {
             newcomers.forget_waiting();
         }
