@@ -10,7 +10,7 @@ export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 16 ? 16 : n)))
 # The folder of `make install`; packages prefix it with DESTDIR.
 PREFIX ?= /usr/local
 DESTDIR ?=
-# Groups of test-engines: tokens, large, failures, live, turns, turns-eight; on several GPUs also parallel, parallel-suspend.
+# Groups of test-engines: tokens, first, large, failures, live, switch, turns, turns-eight; on several GPUs also parallel, parallel-suspend.
 ENGINES ?=
 # Kills of each kind in test-nodes.
 KILLS ?= 200

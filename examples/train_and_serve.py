@@ -46,10 +46,11 @@ async def serve(model: str, socket: str, versions: Any, rounds: Any) -> None:
                 print(output.outputs[0].text)
         rounds.put(True)
         version = await asyncio.to_thread(versions.get)
+        await engine.start_weight_update()
+        # The engine serves the old version meanwhile.
+        await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
         await engine.pause_generation(mode="wait")
         try:
-            await engine.start_weight_update()
-            await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
             await engine.finish_weight_update()
         finally:
             await engine.resume_generation()

@@ -6,9 +6,10 @@ OPTIONS is JSON for vllm.AsyncEngineArgs. The engine appends its reports to the 
     tokens             24 greedy tokens for each of 6 prompts, one prompt at a time
     load               starts 4 clients, each with a request of 24 tokens after the other
     rest               ends the clients and reports the lowest and highest token of each answer, and the times between tokens
-    update N MODE      changes to version N: pauses in vLLM's MODE (wait or keep), updates, resumes
-    stream N           an update to version N during a request of 400 tokens, in mode keep: reports the times between tokens
-                       N may be a file instead, with the update of vLLM's engine `ipc`
+    update N MODE      changes to version N: prepares, pauses in vLLM's MODE (wait or keep), switches, resumes
+    stream N [late]    an update to version N during a request of 400 tokens, in mode keep: reports the times between tokens
+                       N may be a file instead, with the update of vLLM's engine `ipc`; late: prepares in the pause
+    floor              the seconds of the driver's calls alone that replace pieces like those of the weights
     sleep LEVEL
     wake
     quit
@@ -84,35 +85,48 @@ class Driver:
         gaps = sorted(self.gaps)
         return {"answers": self.answers, "failed": failed, "median_gap": gaps[len(gaps) // 2], "longest_gap": gaps[-1]}
 
-    async def update(self, version, mode):
+    async def update(self, version, mode, late=None):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = {"version": int(version)} if version.isdigit() else json.loads(pathlib.Path(version).read_text())
-        times = [time.monotonic()]
-        await self.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
-        times.append(time.monotonic())
+        took = {}
+
+        async def timed(name, call):
+            begin = time.monotonic()
+            await call
+            took[name] = took.get(name, 0) + time.monotonic() - begin
+
+        async def prepare():
+            await timed("prepare", self.engine.start_weight_update())
+            await timed("prepare", self.engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
+
+        # Ours prepares while the engine serves. vLLM's engine `ipc` writes to the weights.
+        early = "version" in info and not late
+        if early:
+            await prepare()
+        await timed("pause", self.engine.pause_generation(mode=mode, clear_cache=mode != "keep"))
         try:
-            await self.engine.start_weight_update()
-            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-            times.append(time.monotonic())
-            await self.engine.finish_weight_update()
-            times.append(time.monotonic())
+            if not early:
+                await prepare()
+            await timed("finish", self.engine.finish_weight_update())
         finally:
             await self.engine.resume_generation()
-        pause, prepare, finish = (after - before for before, after in zip(times, times[1:]))
-        return {"pause": pause, "prepare": prepare, "finish": finish}
+        return took
 
-    async def stream(self, version):
+    async def stream(self, version, late=None):
         running = asyncio.create_task(self.generate(PROMPTS[0], 400))
         await asyncio.sleep(0.3)
         begin = time.monotonic()
-        result = await self.update(version, "keep")
+        result = await self.update(version, "keep", late)
         end = time.monotonic()
         _, times = await running
         gaps = [(after - before, before) for before, after in zip(times, times[1:])]
         ordered = sorted(gap for gap, _ in gaps)
         during = max((gap for gap, at in gaps if at <= end and at + gap >= begin), default=0)
         return result | {"median_gap": ordered[len(ordered) // 2], "gap_of_update": during, "seconds": end - begin}
+
+    async def floor(self):
+        return (await self.engine.collective_rpc("driver_floor"))[0]
 
     async def sleep(self, level):
         await self.engine.sleep(int(level))

@@ -109,6 +109,45 @@ def live(lab):
     sleep(lab, engine, trainer, expected, newest)
 
 
+def switch(lab):
+    """One engine: the pause of an update that prepares before it or in it, and a switch beside the driver's calls alone."""
+    (model,) = lab.checkpoints(("large", "plain"))
+    broker = Broker(lab, "switch")
+    engine = lab.engine("switch", model, broker, script="live.py", weight_transfer_config={"backend": "vmmfd"})
+    trainer = Trainer(lab, broker, "model")
+    engine.start()
+    trainer.wait_for("imports", lambda: whole_lines(trainer.report), 60)
+
+    def traced(event, since):
+        return [each["seconds"] for each in whole_lines(engine.trace_file)[since:] if each["event"] == event]
+
+    with lab.row("pieces") as row:
+        for which in ("loaded", "put"):
+            floor = ask(engine, "floor")
+            row[f"{which}_pieces"] = len(floor["sizes"])
+            row[f"{which}_mib"] = round(sum(floor["sizes"]) / MIB)
+            row[f"{which}_driver_ms"] = [round(floor[each] * 1000, 3) for each in ("median", "shortest")]
+            before = len(figures(engine, SWITCHED))
+            for turn in range(1 if which == "loaded" else 20):
+                made = trainer.ask(f"put {'high' if turn % 2 else 'low'}")
+                ask(engine, f"update {made['version']} wait")
+            milliseconds(row, f"{which}_unmapped", [seconds for _, seconds in figures(engine, SWITCHED)[before:]])
+        row["put_times_the_driver"] = round(row["put_unmapped_ms"] / row["put_driver_ms"][0], 2)
+    with lab.row("pause-between-tokens") as row:
+        results = {"late": [], "": []}
+        since = len(whole_lines(engine.trace_file))
+        for turn in range(16):
+            late = "late" if turn % 2 else ""
+            made = trainer.ask(f"put {'high' if turn % 4 < 2 else 'low'}")
+            results[late].append(ask(engine, f"stream {made['version']} {late}"))
+        for late, each in results.items():
+            for key in ("gap_of_update", "prepare", "pause", "finish"):
+                milliseconds(row, f"{key}{late and '_' + late}", [result[key] for result in each])
+        row["median_gap_ms"] = round(results[""][0]["median_gap"] * 1000, 2)
+        for event in ("Worker.finish_weight_update", "Live.prepare", "Live.switch", "Live._exchange", "Live.refill", "Prepared.close"):
+            milliseconds(row, event, traced(event, since))
+
+
 def updates(lab, engine, trainer, expected):
     """An engine under load changes its version, 50 times."""
     with lab.row("updates-under-load") as row:

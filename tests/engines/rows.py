@@ -3,13 +3,14 @@ import contextlib
 import os
 import re
 import signal
+import statistics
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from engine import PROMPTS
-from live_rows import live
+from live_rows import live, switch
 from parallel_rows import parallel, parallel_suspend
 from turns_rows import turns, turns_eight
 from lab import ATTACHED, PUBLISHED, Broker, Failed, Process, Server, free_port, healthy, xids
@@ -175,28 +176,35 @@ def timed(row, engine, name):
     row[f"{name}_import_s"] = round(imported["seconds"], 2)
     row[f"{name}_llm_s"] = round(started["seconds"], 2)
     row[f"{name}_first_token_s"] = round(started["first_token"], 3)
-    row[f"{name}_load_model_s"] = round(engine.trace(WORKER_LOAD)["seconds"], 3)
-    return started
+    load = engine.trace(WORKER_LOAD)["seconds"]
+    row[f"{name}_load_model_s"] = round(load, 3)
+    return started | {"load_model": load}
 
 
 def first(lab):
-    """The first engine, which loads 8.4 GB of weights and publishes them, beside vLLM's own loader: three rounds."""
+    """The first engine, which loads 8.4 GB of weights and publishes them, beside vLLM's own loader: five pairs, in turn."""
     (model,) = lab.checkpoints(("large", "plain"))
     # The first engine on a machine compiles.
     warm = lab.engine("warm", model)
     warm.start()
     warm.quit()
     with lab.row("first-engine") as row:
-        for turn in range(3):
-            broker = Broker(lab, f"first-{turn}")
-            for name, of in (("disk", None), ("publish", broker)):
-                engine = lab.engine(f"{name}-{turn}", model, of)
-                timed(row, engine, f"{turn}_{name}")
-                row[f"{turn}_{name}_says"] = engine.line(PUBLISHED) if of else ""
+        brokers = [Broker(lab, f"first-{turn}") for turn in range(5)]
+        pairs = [(("disk", lab.engine(f"disk-{turn}", model)), ("publish", lab.engine(f"publish-{turn}", model, broker)))
+                 for turn, broker in enumerate(brokers)]
+        for _, engine in sum(pairs, ()):
+            engine.imported()
+        loads = {"disk": [], "publish": []}
+        for turn, pair in enumerate(pairs):
+            for name, engine in reversed(pair) if turn % 2 else pair:
+                loads[name].append(timed(row, engine, f"{turn}_{name}")["load_model"])
+                row[f"{turn}_{name}_says"] = engine.line(PUBLISHED) if name == "publish" else ""
                 engine.quit()
                 lab.memory.settled()
-            broker.end()
-            row[f"{turn}_more_s"] = round(row[f"{turn}_publish_load_model_s"] - row[f"{turn}_disk_load_model_s"], 3)
+            brokers[turn].end()
+            row[f"{turn}_more_s"] = round(loads["publish"][-1] - loads["disk"][-1], 3)
+        for name, seconds in loads.items():
+            row[f"{name}_median_s"] = round(statistics.median(seconds), 3)
 
 
 def large(lab):
@@ -439,6 +447,6 @@ def deaths(row, server, broker, maker, requests=200):
 
 
 GROUPS = {
-    "tokens": (tokens, 480), "first": (first, 420), "large": (large, 500), "failures": (failures, 480), "live": (live, 420),
+    "tokens": (tokens, 480), "first": (first, 420), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "switch": (switch, 240),
     "turns": (turns, 360), "turns-eight": (turns_eight, 420), "parallel": (parallel, 420), "parallel-suspend": (parallel_suspend, 260),
 }

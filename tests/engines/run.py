@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs vmmfd's load format in the real vLLM on a GPU machine that needs no network: run.py [--strict] [GROUP...].
 
-The groups are `tokens`, `first`, `large`, `failures`, `live`, `turns` and `turns-eight` on one GPU, which run by default, and `parallel` and
+The groups are `tokens`, `first`, `large`, `failures`, `live`, `switch`, `turns` and `turns-eight` on one GPU, which run by default, and `parallel` and
 `parallel-suspend` on all GPUs of a machine with several. Each takes at most 8 minutes. It uses the archives of `make engines-pack` in
 dist-engines/packed and the wheel of `make wheel` in dist, and names those that are absent. Each row is a line of output; all figures are in one JSON file per group.
 """
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-DEFAULT = ("tokens", "first", "large", "failures", "live", "turns", "turns-eight")
+DEFAULT = ("tokens", "first", "large", "failures", "live", "switch", "turns", "turns-eight")
 GROUPS = (*DEFAULT, "parallel", "parallel-suspend")
 ENVIRONMENT = dict(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo",

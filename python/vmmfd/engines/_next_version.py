@@ -30,9 +30,11 @@ class NextVersion(Closing):
             if not isinstance(self._metadata.get("vllm"), dict):
                 raise MismatchError(f"{name!r} was not published by load format vmmfd: give the name of an engine's object")
             for part in layouts(lease):
-                copy = Copy({**part, "digest": None}, part["device"])
-                self._copies.append(copy)
                 ((_, source),) = lease.pieces(part["name"])
+                # One segment: an engine's switch makes a driver call for each.
+                whole = {"digest": None, "segments": [(source.address, sum(size for _, size in part["segments"]))]}
+                copy = Copy(part | whole, part["device"])
+                self._copies.append(copy)
                 bytes_of, begin = [], 0
                 for memory in copy.memories:
                     piece = memory.array("uint8", min(memory.mapped_size, source.nbytes - begin))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -53,10 +54,13 @@ class Live:
         ranks.together(lambda: None, "begin the switch", self.drop)
         ranks.together(self._switch, "switch", self._switch_back)
         switched = self._switched
-        # The previous version.
-        self.drop()
+        self._is_prepared = False
+        previous, self._prepared = self._prepared, None
+        if previous is not None:
+            # The engine need not wait for it: the driver may free the whole version.
+            threading.Thread(target=previous.close, name="vmmfd-release").start()
         _logger.info(
-            "vmmfd: switched %s from version %d to %d in %.4f s, %.4f s of it unmapped",
+            "vmmfd: switched %s from version %d to %d in %.5f s, %.5f s of it unmapped",
             *(self._found.name, before, self._lease.version, time.perf_counter() - begin, switched),
         )
 

@@ -59,9 +59,19 @@ def _check_moved(installed: list[_Installed]) -> None:
 
 def _refresh(copies: list[tuple[Any, Any]]) -> None:
     """Copies the mapped bytes into the private copies again, ordered on PyTorch's current stream."""
-    with _torch().no_grad():
+    torch = _torch()
+    # One call copies all tensors of a type. It lacks some types of one byte.
+    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+    with torch.no_grad():
         for private, source in copies:
-            private.copy_(source)
+            if private.dtype.is_floating_point and private.dtype.itemsize > 1:
+                privates, sources = groups.setdefault((private.device, private.dtype), ([], []))
+                privates.append(private)
+                sources.append(source)
+            else:
+                private.copy_(source)
+        for privates, sources in groups.values():
+            torch._foreach_copy_(privates, sources)
 
 
 def _owner(module: Any, name: str) -> tuple[Any, str]:

@@ -64,6 +64,8 @@ def trace(gpu_worker):
     for step in STEPS:
         wrap(gpu_worker.Worker, step, prepare=trace_loader if step == "load_model" else None)
     wrap(default_loader.DefaultModelLoader, "load_weights", after=pause)
+    trace_live()
+    gpu_worker.Worker.driver_floor = driver_floor
     for step in ("finish_weight_update", "wake_up"):
         wrap(gpu_worker.Worker, step, record=addresses)
     every = int(os.environ.get("ENGINES_EMPTY_CACHE", "0"))
@@ -76,6 +78,69 @@ def addresses(worker):
     model = worker.model_runner.model
     placed = sorted((name, parameter.data_ptr()) for name, parameter in model.named_parameters())
     return {"parameters": len(placed), "addresses": hashlib.sha256(repr(placed).encode()).hexdigest()[:16]}
+
+
+def trace_live():
+    """Traces the parts of a switch."""
+    import vmmfd
+    from vmmfd.engines import _vllm_live
+
+    for step in ("prepare", "switch", "_exchange", "refill"):
+        wrap(_vllm_live.Live, step)
+    wrap(vmmfd.Prepared, "close")
+
+
+def driver_floor(worker, times=20):
+    """Returns the sizes of the pieces of the weights in this process, and the seconds of the driver's calls alone that replace pieces
+    of these sizes: synchronize, unmap, map and set access."""
+    import ctypes
+    import statistics
+
+    from vmmfd.engines import _vllm_live
+
+    live = _vllm_live.of(worker.model_runner.model)
+    sizes = [size for part in live._lease._native.layout() for size in part[3]]
+    total = sum(sizes)
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(function, *arguments):
+        code = getattr(cuda, function)(*arguments)
+        if code:
+            raise RuntimeError(f"{function} failed with {code}")
+
+    integer, address = ctypes.c_uint64, ctypes.c_uint64()
+    # CUmemAllocationProp: pinned, exported as a descriptor, on this device; CUmemAccessDesc: this device, for writes.
+    wanted = (ctypes.c_int * 8)(1, 1, 1, worker.device.index)
+    access = (ctypes.c_int * 3)(1, worker.device.index, 3)
+    versions = [[integer() for _ in sizes] for _ in range(2)]
+    for handle, size in zip(sum(versions, []), sizes * 2):
+        call("cuMemCreate", ctypes.byref(handle), integer(size), wanted, integer(0))
+    call("cuMemAddressReserve", ctypes.byref(address), integer(total), integer(0), integer(0), integer(0))
+
+    def put(handles):
+        at = address.value
+        for handle, size in zip(handles, sizes):
+            call("cuMemMap", integer(at), integer(size), integer(0), handle, integer(0))
+            at += size
+        call("cuMemSetAccess", address, integer(total), access, integer(1))
+
+    put(versions[0])
+    took = []
+    for turn in range(times):
+        # Used pages, and a driver that was idle, take longer.
+        call("cuMemsetD8_v2", address, ctypes.c_uint8(turn), integer(total))
+        call("cuCtxSynchronize")
+        time.sleep(0.1)
+        begin = time.perf_counter()
+        call("cuCtxSynchronize")
+        call("cuMemUnmap", address, integer(total))
+        put(versions[(turn + 1) % 2])
+        took.append(time.perf_counter() - begin)
+    call("cuMemUnmap", address, integer(total))
+    call("cuMemAddressFree", address, integer(total))
+    for handle in sum(versions, []):
+        call("cuMemRelease", handle)
+    return {"sizes": sizes, "median": statistics.median(took), "shortest": min(took)}
 
 
 def wrap(owner, name, prepare=None, after=None, record=None):
