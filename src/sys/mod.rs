@@ -4,6 +4,7 @@
 mod descriptor;
 pub mod dlpack;
 pub mod fork;
+mod heap;
 pub(crate) mod inherited;
 mod lock;
 pub(crate) mod memfd;
@@ -20,6 +21,7 @@ pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub use self::steps::interruptible;
 pub(crate) use self::{
     descriptor::{above_standard, occupy_standard, replace},
+    heap::Heap,
     process::{fork_process, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
 };

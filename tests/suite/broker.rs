@@ -253,6 +253,10 @@ fn large_array_table_travels_in_memfd(subject: Subject) {
     assert!(message.contains("engine is \"test\", not \"other\"; layout is missing, expected 2"), "{message}");
     assert!(client.get(&Get::new("big").digest("all", "sum:1")).is_ok());
     assert_eq!(refused(client.get(&Get::new("big").digest("all", "sum:2"))).0, RefusalCode::Differs);
+    // A table of the same length: the client must not use the previous version's.
+    let arrays: Vec<ArrayEntry> = arrays.into_iter().rev().collect();
+    client.put(&Put::new("big").replace().part(PutPart::of("all", &memory).unwrap().arrays(arrays.clone()))).unwrap();
+    assert!(client.get(&Get::new("big")).unwrap().part("all").unwrap().arrays() == arrays);
 }
 
 fn pools_and_legacy_memory_are_refused(subject: Subject) {

@@ -15,7 +15,7 @@ use super::{
     dial::{Dialled, Dialler, no_broker},
     exchange::Exchange,
     holdings::{Handlers, Holdings, OwnLease},
-    lease::Lease,
+    lease::{Lease, TableCache},
     recalls::Recalls,
     reconnect::resume_on,
     records::{buffer, is_broken, send_on},
@@ -53,6 +53,7 @@ pub(super) struct Connection {
     process: ProcessIdentity,
     /// How to reconnect; `None` for a socket that the caller connected.
     pub(super) dialler: Option<Arc<Dialler>>,
+    pub(super) tables: TableCache,
     /// Cache of the devices that objects were opened for: a lookup asks the driver for all devices.
     devices: Mutex<Vec<Device>>,
     /// The right to make a request, held until the whole answer has arrived and during a reconnect.
@@ -124,6 +125,7 @@ impl Connection {
             peer: Mutex::new(peer),
             process: ProcessIdentity::current(),
             dialler,
+            tables: TableCache::default(),
             devices: Mutex::default(),
             turns: Turns::new(incoming),
             requester: AtomicUsize::new(0),

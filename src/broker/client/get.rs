@@ -374,7 +374,8 @@ fn receive_leases(
     };
     let described = gets.iter().zip(&mut leases).map(|(get, lease)| {
         let token = lease.header.token;
-        let described = lease.describe().inspect_err(|error| holder.report(token, error.in_full()))?;
+        let described =
+            lease.describe(&connection.tables).inspect_err(|error| holder.report(token, error.in_full()))?;
         get.compare(&described)?;
         Ok((get.selection(token, &described)?, described))
     });

@@ -3,7 +3,7 @@
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
     thread,
     time::{Duration, Instant, SystemTime},
 };
@@ -15,11 +15,12 @@ use super::{
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
-    broker::{request, table},
+    broker::{manifest::fds_of, request, table},
     channel::deadline_after,
     driver::{Access, Driver},
     error::{BrokerError, DeviceError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
+    sys::lock,
     wire::{
         Check, MAX_MESSAGE,
         broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table},
@@ -87,7 +88,7 @@ impl RawLease {
     ///
     /// # Errors
     /// [`Error::Broker`] with the code `differs`.
-    pub(super) fn describe(&mut self) -> Result<Described> {
+    pub(super) fn describe(&mut self, cache: &TableCache) -> Result<Described> {
         let header = &mut self.header;
         let mut tables = std::mem::take(&mut self.tables).into_iter();
         let (name, version) = (header.name.clone(), header.version);
@@ -98,10 +99,14 @@ impl RawLease {
         for part in &mut header.parts {
             let description: Description = part.memory.clone().try_into()?;
             let arrays = part.arrays.take().map(|table| {
-                let text = read_text(table, &mut tables, MAX_TABLE);
-                text.and_then(|text| parse_arrays(&part.name, &text, description.size))
+                let key = (header.id.clone(), part.name.clone(), table.length(), description.size);
+                let mut fd = tables.by_ref().take(fds_of(Some(&table))).collect::<Vec<_>>().into_iter();
+                cache.get(key, |key| {
+                    let text = read_text(table, &mut fd, MAX_TABLE);
+                    text.and_then(|text| parse_arrays(&key.1, &text, key.3))
+                })
             });
-            let arrays = Arc::new(arrays.transpose().map_err(wrong)?.unwrap_or_default());
+            let arrays = arrays.transpose().map_err(wrong)?.unwrap_or_default();
             parts.push(PartHeader { name: part.name.clone(), description, digest: part.digest.take(), arrays });
         }
         let LeaseHeader { id, created_ms, owner, backend, mode, lifetime, keep, .. } = header;
@@ -109,6 +114,33 @@ impl RawLease {
         let (created_ms, owner, mode, lifetime, keep) = (*created_ms, *owner, *mode, *lifetime, *keep);
         let header = Header { name, version, id, created_ms, owner, backend, metadata, mode, lifetime, keep };
         Ok(Described { header: Arc::new(header), parts })
+    }
+}
+
+/// A table of arrays is identified by the id of its version, its part, its length and the size of the part's memory.
+type TableKey = (String, String, u64, u64);
+
+/// The table of arrays that a connection read last: a program that gets the arrays of a version one by one parses its table once.
+#[derive(Debug, Default)]
+pub(super) struct TableCache(Mutex<Option<(TableKey, Arc<Vec<ArrayEntry>>)>>);
+
+impl TableCache {
+    /// The bytes of a table that stays in memory: shorter ones are parsed quickly.
+    const WORTH: std::ops::RangeInclusive<u64> = 16 << 10..=4 << 20;
+
+    fn get(
+        &self,
+        key: TableKey,
+        read: impl FnOnce(&TableKey) -> Result<Vec<ArrayEntry>, String>,
+    ) -> Result<Arc<Vec<ArrayEntry>>, String> {
+        if let Some((_, arrays)) = lock(&self.0).as_ref().filter(|(last, _)| *last == key) {
+            return Ok(Arc::clone(arrays));
+        }
+        let arrays = Arc::new(read(&key)?);
+        if Self::WORTH.contains(&key.2) {
+            *lock(&self.0) = Some((key, Arc::clone(&arrays)));
+        }
+        Ok(arrays)
     }
 }
 

@@ -63,7 +63,7 @@ impl Entries {
         self.arriving.take_if(|(arriving, _)| *arriving == key);
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Entry)> {
+    pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = (u64, &Entry)> {
         self.all.iter().map(|(key, entry)| (*key, entry))
     }
 

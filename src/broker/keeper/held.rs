@@ -42,6 +42,11 @@ impl Held {
         self.iter().map(|(_, entry)| entry.fds.len()).sum()
     }
 
+    /// The number of entries.
+    pub(super) fn entries(&self) -> usize {
+        self.entries.iter().len()
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Entry)> {
         self.entries.iter()
     }

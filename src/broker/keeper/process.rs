@@ -37,7 +37,7 @@ use crate::{
     broker::notify::notify,
     channel::Cancel,
     error::{Error, Result, SocketError},
-    sys,
+    sys::{self, Heap},
 };
 
 /// The most messages of the server to read before checking signals and other connections.
@@ -79,6 +79,7 @@ pub(in crate::broker) struct KeeperProcess {
     awaits_server: bool,
     /// When a twin frees everything that no server has taken over, after its parent was asked to exit.
     frees_at: Option<Instant>,
+    heap: Heap,
     /// The exit code, once it is to exit.
     exit: Option<i32>,
 }
@@ -159,6 +160,7 @@ impl KeeperProcess {
             alone_since: Instant::now(),
             awaits_server: false,
             frees_at: None,
+            heap: Heap::default(),
             exit: None,
         }
     }
@@ -210,6 +212,7 @@ impl KeeperProcess {
                 self.exit = Some(0);
             }
             self.keep_twin();
+            self.heap.note(self.held.entries());
         }
         Ok(self.exit.unwrap_or_default())
     }

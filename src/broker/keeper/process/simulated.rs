@@ -18,7 +18,7 @@ use super::{
     },
     Entries, Held, KeeperProcess, Twin,
 };
-use crate::{broker::manifest::BROKER, channel::Cancel};
+use crate::{broker::manifest::BROKER, channel::Cancel, sys::Heap};
 
 /// A pair of sockets whose first end holds only a few messages.
 fn small_pair() -> (OwnedFd, OwnedFd) {
@@ -46,6 +46,7 @@ impl KeeperProcess {
             newcomers: None,
             twin: Twin::default(),
             predecessor: None,
+            heap: Heap::default(),
             is_detached: false,
             alone_since: Instant::now(),
             awaits_server: false,

@@ -33,7 +33,7 @@ use crate::{
     },
     channel::Cancel,
     error::{Error, ErrorCode, Result, units::about},
-    sys,
+    sys::{self, Heap},
     wire::{HEADER_LENGTH, MAX_BODY},
 };
 
@@ -69,6 +69,7 @@ pub(crate) struct Reactor {
     pub(super) blocking: Closer,
     pub(super) limits: TimeLimits,
     closed: Receiver<Closed>,
+    heap: Heap,
     /// The receive buffer.
     pub(super) incoming: Vec<u8>,
 }
@@ -106,6 +107,7 @@ impl Reactor {
             blocking: Closer::new(Resource::Blocking, MAX_THREADS.1, done, waker),
             limits,
             closed,
+            heap: Heap::default(),
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
         reactor.register_keeper().map_err(failed("watch the keeper"))?;
@@ -343,6 +345,7 @@ impl Reactor {
             self.timers.set_by(repeats::INTERVAL, Timer::RepeatLimiter);
         }
         self.close_garbage();
+        self.heap.note(self.state.objects.total().versions as usize);
     }
 
     fn schedule_expiries(&mut self) {

@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// The number of events kept.
-const MAX_EVENTS: usize = 16 * 1024;
+const MAX_EVENTS: usize = 4096;
 
 /// The number of remembered puts of versions that are gone.
 const MAX_COMPLETED: usize = 1024;
