@@ -30,7 +30,7 @@ Body = dict[str, Any]
 
 VERSION, MAX_BODY, MAX_FDS, GRANULARITY = 1, 65536, 253, 2 << 20
 HEADER = struct.Struct("<4sHHII")
-HANDOFF = dict(enumerate("hello request offer segments received result busy error pool subscribe ready done withdraw gone".split(), 1))
+HANDOFF = dict(enumerate("hello request offer segments received result busy error pool subscribe stream format ready done end leave".split(), 1))
 BROKER = {number: HANDOFF[number] for number in (1, 4, 5, 7, 8)}
 BROKER.update(enumerate("put send published get lease claimed list objects stat version who leases delete done refused".split(), 32))
 BROKER.update(enumerate("release report stop resume resumed watch events measure measured recall".split(), 47))
@@ -118,7 +118,8 @@ def fd_count(kind: str, body: Body) -> int:
     """R3 and B7: the descriptors of a record are those of its tables, then those of its segments."""
     tables = [body.get("metadata")] if kind in ("put", "lease", "version") else []
     tables += [part.get("arrays") for part in body["parts"]] if kind in ("put", "lease") else []
-    sizes = body.get("sizes") if kind in ("segments", "ready", "put", "lease") else None
+    tables += [body] if kind == "format" else []
+    sizes = body.get("sizes") if kind in ("segments", "put", "lease") else None
     return (kind == "pool") + sum("length" in table for table in tables if table) + len(sizes or ())
 
 

@@ -54,12 +54,13 @@ pub(crate) mod notify;
 mod request;
 pub(crate) mod server;
 pub(crate) mod start;
-mod table;
 
 pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
     ObjectPart, Prepared, Put, PutPart, Recall, RecallHolder, RecallOf, Restored, Watch, WatchPlace, Watched,
 };
+use crate::sys::table;
+
 pub use self::keeper::KeeperPath;
 #[cfg(feature = "internals")]
 #[doc(hidden)]

@@ -41,7 +41,7 @@ pub fn deadline_after(time: Duration) -> Instant {
 ///
 /// ```
 /// use std::{thread, time::Duration};
-/// use vmmfd::{Error, channel::{Cancel, CancelReason, Listener, socket_path}, session::{Config, stream::Publisher}};
+/// use vmmfd::{Error, channel::{Cancel, CancelReason}, session::{Config, stream::{SubscribeOptions, Subscriber}}};
 /// # use vmmfd::driver::{Backend, Choice, open};
 /// # let driver = open(Choice::Only(Backend::Host))?.driver;
 /// # let folder = vmmfd::internals::ExampleFolder::new()?;
@@ -49,10 +49,10 @@ pub fn deadline_after(time: Duration) -> Instant {
 ///
 /// let cancel = Cancel::new()?;
 /// let config = Config::default().cancel(&cancel);
-/// let listener = Listener::bind(&path, &config)?;
 /// // From another thread, or for a signal:
 /// thread::spawn(move || cancel.cancel(CancelReason::Program));
-/// assert!(matches!(Publisher::accept(&listener, &driver, &config), Err(Error::Interrupted { .. })));
+/// let waited = Subscriber::connect(&driver, None, &path, &SubscribeOptions::default(), &config);
+/// assert!(matches!(waited, Err(Error::Interrupted { .. })), "no publisher listens");
 /// # Ok::<(), vmmfd::Error>(())
 /// ```
 #[derive(Clone)]

@@ -192,11 +192,6 @@ impl Channel {
         let _ = self.socket.shut_down_writing();
     }
 
-    /// Restarts the time that the peer has to close the connection, which otherwise runs since the last sent record.
-    pub(crate) fn restart_close_timeout(&mut self) {
-        self.sent = Instant::now();
-    }
-
     /// Receives and discards one record, if any. Does not block. Returns whether the peer has closed the connection.
     pub(crate) fn discard(&mut self) -> bool {
         use io::ErrorKind::{Interrupted, WouldBlock};

@@ -29,7 +29,7 @@ use rustix::{
 };
 use sendfd::SendWithFd;
 
-use super::{Cancel, deadline_after};
+use super::{Cancel, Peer, deadline_after};
 use crate::{
     error::{Error, MemoryError, PeerError, Result, SocketError},
     sys::above_standard,
@@ -113,6 +113,11 @@ impl RecordSocket {
     /// The socket, to shut it down from another thread. Not a duplicate: the process may have no descriptor left.
     pub fn shared(&self) -> Arc<UnixStream> {
         Arc::clone(&self.socket)
+    }
+
+    /// The socket, for calls that do not wait.
+    pub fn stream(&self) -> &UnixStream {
+        &self.socket
     }
 
     /// Replaces the socket with another under the same descriptor, and closes the old one. Concurrent sends and receives use either
@@ -330,6 +335,20 @@ pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
     let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
     let credentials = ancillary.drain().any(|message| matches!(message, RecvAncillaryMessage::ScmCredentials(_)));
     Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
+}
+
+/// The process that sent the next record of a socket with `SO_PASSCRED`. `None` if there is no record, the socket lacks the option, or
+/// the record was sent before the socket had it. Does not remove the record, does not block, and installs no descriptor.
+pub(crate) fn sender(socket: impl AsFd) -> Option<Peer> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    look(socket, &mut ancillary).ok()?;
+    ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmCredentials(found) => {
+            Some(Peer { pid: found.pid.as_raw_nonzero().get(), uid: found.uid.as_raw() })
+        }
+        _ => None,
+    })
 }
 
 /// Whether the next record of a socket without `SO_PASSCRED` carries descriptors. Does not remove it, does not block, and installs no

@@ -71,7 +71,7 @@ impl Error {
             | Self::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => ErrorClass::NotFound,
             Self::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. })
             | Self::Peer(PeerError::NotAllowed { .. }) => ErrorClass::Denied,
-            Self::Peer(PeerError::NoConsumer { .. }) => ErrorClass::Timeout,
+            Self::Peer(PeerError::NoConsumer { .. } | PeerError::Starved { .. }) => ErrorClass::Timeout,
             Self::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => {
                 ErrorClass::Unsupported
             }
@@ -110,6 +110,9 @@ impl Error {
             Self::Peer(PeerError::NoConsumer { .. }) => "start a consumer at the same path, or wait longer",
             Self::Peer(PeerError::Timeout { .. }) => {
                 "the process at the other end is stopped or overloaded, or the timeout is too short"
+            }
+            Self::Peer(PeerError::Starved { .. }) => {
+                "wait longer, make the pool larger, or let subscribers hold fewer buffers"
             }
             Self::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times the timeout: raise it on this side",
             Self::Peer(PeerError::Gone { .. }) => {

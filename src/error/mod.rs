@@ -24,7 +24,12 @@ pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
 #[cfg(feature = "weights")]
 pub use self::weights::WeightsError;
 pub use self::{
-    device::DeviceError, load::LoadError, memory::MemoryError, parse::ParseError, peer::PeerError, socket::SocketError,
+    device::DeviceError,
+    load::LoadError,
+    memory::MemoryError,
+    parse::ParseError,
+    peer::{Holder, PeerError},
+    socket::SocketError,
 };
 
 /// A result of this crate.

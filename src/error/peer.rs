@@ -76,9 +76,42 @@ pub enum PeerError {
         message: String,
     },
 
+    /// A publisher got no buffer in time, because subscribers have them.
+    #[error("no buffer of {size} bytes is free after {waited:?}: {}", list(.holders))]
+    Starved {
+        /// The size of the buffer in bytes.
+        size: u64,
+        /// The time limit.
+        waited: Duration,
+        /// The processes that have buffers.
+        holders: Vec<Holder>,
+    },
+
     /// The peer broke the protocol; the connection is closed.
     #[error("the peer broke the protocol")]
     Protocol(#[from] ProtocolError),
+}
+
+/// A process that has buffers of a publisher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process ID, or 0 if it is not known.
+    pub pid: i32,
+    /// The number of its buffers.
+    pub buffers: usize,
+    /// The bytes of these buffers.
+    pub bytes: u64,
+}
+
+fn list(holders: &[Holder]) -> String {
+    let one = |Holder { pid, buffers, bytes }: &Holder| {
+        let s = if *buffers == 1 { "" } else { "s" };
+        format!("{} has {buffers} buffer{s} with {bytes} bytes", process(*pid))
+    };
+    match holders {
+        [] => "this process has all loans".to_owned(),
+        all => all.iter().map(one).collect::<Vec<_>>().join(", "),
+    }
 }
 
 fn process(pid: i32) -> String {

@@ -1,4 +1,4 @@
-//! Accepts connections for handoffs and streams. Connections without a request are read concurrently: none delays or excludes
+//! Accepts connections for handoffs. Connections without a request are read concurrently: none delays or excludes
 //! another.
 
 use std::{
@@ -8,13 +8,13 @@ use std::{
 
 use super::{
     Config,
-    link::{Link, check_backend, mismatch, unexpected, violation},
+    link::{Link, mismatch, unexpected},
 };
 use crate::{
     channel::{Cancel, Listener, deadline_after},
     driver::Backend,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
-    wire::{Hello, Message, Request, STREAM},
+    wire::{Hello, Message, Request},
 };
 
 /// The most idle connections, in addition to one for each expected consumer. Beyond it, the oldest is closed.
@@ -28,29 +28,13 @@ const MAX_DISCARDED: u8 = 8;
 
 const FOR_A_REQUEST: &str = "for a request";
 
-/// The kind of request that an acceptor expects.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SessionKind {
-    /// A buffer.
-    Handoff,
-    /// A subscription to a stream.
-    Stream,
-}
-
 /// A consumer with its first request.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) link: Link,
-    /// The name of its backend. A stream accepts only the producer's.
+    /// The name of its backend.
     pub(super) backend: String,
-    pub(super) request: FirstRequest,
-}
-
-#[derive(Debug)]
-pub(super) enum FirstRequest {
-    Buffer(Request),
-    /// A subscription, with the number of buffers that the subscriber keeps open.
-    Stream(u64),
+    pub(super) request: Request,
 }
 
 /// Why [`Acceptor::next`] returned.
@@ -66,7 +50,6 @@ pub(super) enum Next {
 /// Accepts connections and holds each until its first request.
 #[derive(Debug)]
 pub(super) struct Acceptor<'a> {
-    kind: SessionKind,
     backend: Backend,
     config: &'a Config,
     /// Interrupts waits for connections.
@@ -90,24 +73,17 @@ struct Idle {
 enum Stage {
     /// The connection has sent nothing.
     Silent,
-    /// The peer has sent its hello.
-    Greeted(Greeting),
+    /// The peer has sent its hello, with the name of its backend.
+    Greeted(String),
     /// The peer was sent an `error` and may still read it. Holds how many of its records may still be discarded.
     Refused(u8),
 }
 
-#[derive(Debug)]
-struct Greeting {
-    backend: String,
-    /// Whether the peer has the capability `stream`.
-    streams: bool,
-}
-
 impl<'a> Acceptor<'a> {
-    pub(super) fn new(kind: SessionKind, backend: Backend, config: &'a Config, sessions: &Cancel) -> Result<Self> {
+    pub(super) fn new(backend: Backend, config: &'a Config, sessions: &Cancel) -> Result<Self> {
         let cancel = config.cancellation()?;
         let sessions = sessions.clone();
-        Ok(Self { kind, backend, config, cancel, sessions, idle: Vec::new(), expected: 0 })
+        Ok(Self { backend, config, cancel, sessions, idle: Vec::new(), expected: 0 })
     }
 
     /// Waits until a consumer sends a request, `wake` is readable, or the deadline passes.
@@ -214,7 +190,6 @@ impl<'a> Acceptor<'a> {
 
     /// Reads one record of a connection. An error concerns only this connection, whose peer has received it.
     fn read(&mut self, index: usize) -> Result<Option<Arrival>> {
-        let kind = self.kind;
         let backend = self.backend;
         let idle = &mut self.idle[index];
         if let Stage::Refused(left) = &mut idle.stage {
@@ -225,7 +200,7 @@ impl<'a> Acceptor<'a> {
             }
             return Ok(None);
         }
-        match idle.next(kind, backend) {
+        match idle.next(backend) {
             Ok(None) => Ok(None),
             Ok(Some((backend, request))) => {
                 let link = self.idle.remove(index).link;
@@ -284,44 +259,25 @@ impl<'a> Acceptor<'a> {
 
 impl Idle {
     /// Reads one record. Returns the peer's backend and its request, if the record is one.
-    fn next(&mut self, kind: SessionKind, own: Backend) -> Result<Option<(String, FirstRequest)>> {
+    fn next(&mut self, own: Backend) -> Result<Option<(String, Request)>> {
         let message = match self.link.receive_first(Instant::now(), FOR_A_REQUEST) {
             // The socket was readable, but not because of a record.
             Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
             message => message?,
         };
-        match (&self.stage, message, kind) {
-            (Stage::Silent, hello, _) => {
-                let Hello { backend, capabilities: theirs, .. } = self.link.check_hello(hello)?;
-                let capabilities = if kind == SessionKind::Stream { &[STREAM][..] } else { &[] };
-                self.link.hello(own, capabilities)?;
-                self.stage = Stage::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
+        match (&self.stage, message) {
+            (Stage::Silent, hello) => {
+                let Hello { backend, .. } = self.link.check_hello(hello)?;
+                self.link.hello(own, &[])?;
+                self.stage = Stage::Greeted(backend);
                 Ok(None)
             }
-            (Stage::Greeted(greeting), Message::Request(request), SessionKind::Handoff) => {
-                Ok(Some((greeting.backend.clone(), FirstRequest::Buffer(request))))
-            }
-            (Stage::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), SessionKind::Stream) => {
-                if !streams {
-                    return Err(violation("the consumer subscribes without the capability `stream` in its hello"));
-                }
-                check_backend(own.as_str(), backend)?;
-                match subscribe.keep {
-                    0 => Err(violation("the consumer subscribes with `keep` 0")),
-                    keep => Ok(Some((backend.clone(), FirstRequest::Stream(keep)))),
-                }
-            }
-            (Stage::Greeted(_), Message::Subscribe(_), SessionKind::Handoff) => {
+            (Stage::Greeted(backend), Message::Request(request)) => Ok(Some((backend.clone(), request))),
+            (Stage::Greeted(_), Message::Subscribe(_)) => {
                 let message = "this producer has no stream, only a buffer: send a request instead of subscribing";
                 Err(mismatch(ErrorCode::Object, message))
             }
-            (Stage::Greeted(_), Message::Request(request), SessionKind::Stream) => {
-                let message =
-                    format!("there is no object `{}` here: this producer has a stream: subscribe", request.object);
-                Err(mismatch(ErrorCode::Object, message))
-            }
-            (_, other, SessionKind::Handoff) => Err(unexpected(&other, "request")),
-            (_, other, SessionKind::Stream) => Err(unexpected(&other, "subscribe")),
+            (_, other) => Err(unexpected(&other, "request")),
         }
     }
 

@@ -211,7 +211,7 @@ impl Link {
 }
 
 /// The code to send for an error. `None` if the peer has closed, or has itself sent an `error`, readable or not.
-fn code_for(error: &Error) -> Option<ErrorCode> {
+pub(super) fn code_for(error: &Error) -> Option<ErrorCode> {
     Some(match error {
         Error::Peer(
             PeerError::Reported { .. }

@@ -33,21 +33,19 @@ pub(super) struct Offer {
     pub(super) access: Access,
     pub(super) part: Option<Run>,
     pub(super) check: Option<Check>,
-    /// The buffer's number, in a stream.
-    pub(super) buffer: Option<u64>,
 }
 
 impl From<&Offer> for wire::Offer {
     fn from(offer: &Offer) -> Self {
-        let Offer { object, memory, array, access, part, check, buffer } = offer.clone();
-        Self { object, memory: (&memory).into(), array, access, part, check, buffer }
+        let Offer { object, memory, array, access, part, check } = offer.clone();
+        Self { object, memory: (&memory).into(), array, access, part, check }
     }
 }
 
 impl Offer {
     /// Converts an offer of the object `requested`, and checks it as far as possible without the driver.
     pub(super) fn read(offer: wire::Offer, requested: &str) -> Result<Self> {
-        let wire::Offer { object, memory, array, access, part, check, buffer } = offer;
+        let wire::Offer { object, memory, array, access, part, check } = offer;
         if object != requested {
             return Err(violation(format!("object `{object}` is offered, but `{requested}` was requested")));
         }
@@ -63,7 +61,7 @@ impl Offer {
         if memory.immutable && access == Access::ReadWrite {
             return Err(violation("immutable memory is offered with access rw"));
         }
-        Ok(Self { object, memory, array, access, part, check, buffer })
+        Ok(Self { object, memory, array, access, part, check })
     }
 
     /// Returns the part of the memory whose segments follow the offer. It must cover `range`. `None` if the mechanism has no segments.
@@ -179,8 +177,8 @@ pub(super) struct OpenedOffer {
     pub(super) unacknowledged: Option<usize>,
 }
 
-/// Opens offered memory. `received` holds the sizes and descriptors of the segments received so far. `known` is the pool of the offer's
-/// number, if this side has opened it before. The caller acknowledges the last record.
+/// Opens offered memory. `known` is the pool of the offer's number, if this side has opened it before. The caller acknowledges the last
+/// record.
 ///
 /// # Errors
 /// The errors of [`Imported::open`]; session errors.
@@ -190,7 +188,6 @@ pub(super) fn open(
     offer: &Offer,
     range: &Range<u64>,
     known: Option<Arc<Pool>>,
-    received: (&[u64], Vec<OwnedFd>),
 ) -> Result<OpenedOffer> {
     let Offer { memory: description, access, .. } = offer;
     let mut opening = Duration::ZERO;
@@ -205,7 +202,7 @@ pub(super) fn open(
     if let Some(part) = offer.part(range)? {
         let begin = || Importing::begin(device, description, &part, *access);
         let mut importing = timed(&mut opening, begin)?;
-        let fds = receive_segments(link, &mut importing, part.first, received, &mut opening)?;
+        let fds = receive_segments(link, &mut importing, part.first, &mut opening)?;
         let (memory, remains) = timed(&mut opening, || importing.finish())?;
         let unacknowledged = Some(fds.len());
         return Ok(OpenedOffer { remains, fds, opening, unacknowledged, ..plain(memory) });
@@ -234,15 +231,11 @@ fn receive_segments(
     link: &mut Link,
     importing: &mut Importing,
     first: u64,
-    (sizes, fds): (&[u64], Vec<OwnedFd>),
     opening: &mut Duration,
 ) -> Result<Vec<i32>> {
     // `busy` does not extend it, nor does the time of this side's own work shorten it.
     let mut left = link.channel.timeout();
-    let mut numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-    if !numbers.is_empty() {
-        timed(opening, || importing.take(sizes, fds))?;
-    }
+    let mut numbers = Vec::new();
     while importing.missing() > 0 {
         if !numbers.is_empty() {
             acknowledge(link, numbers.len())?;

@@ -12,6 +12,7 @@ mod process;
 mod socket;
 mod stderr;
 mod steps;
+pub(crate) mod table;
 pub(crate) mod thread;
 
 pub use self::descriptor::eventfd;
@@ -22,8 +23,8 @@ pub use self::steps::interruptible;
 pub(crate) use self::{
     descriptor::{above_standard, occupy_standard, replace},
     heap::Heap,
-    process::{fork_process, started_ms},
-    socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
+    process::{fork_process, monotonic, started_ms},
+    socket::{pass_descriptors, passes_descriptors, peer_groups, peer_pidfd, unread},
 };
 
 /// The uid that the kernel reports for a user without a mapping in this user namespace: `/proc/sys/kernel/overflowuid`, or the kernel's

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::{FromRawFd, OwnedFd, RawFd},
     sync::atomic::{AtomicBool, Ordering},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use nix::libc;
@@ -26,6 +26,12 @@ pub(crate) fn started_ms(pid: u32) -> Option<u64> {
         u64::try_from(since_boot.tv_sec).ok()? * 1000 + u64::try_from(since_boot.tv_nsec).ok()? / 1_000_000;
     let age = since_boot.saturating_sub(ticks * TICK_MS);
     Some(u64::try_from(now.as_millis()).ok()?.saturating_sub(age))
+}
+
+/// The time of `CLOCK_MONOTONIC`, which all processes of this machine share.
+pub(crate) fn monotonic() -> Duration {
+    let now = clock_gettime(ClockId::Monotonic);
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
 /// The first passed descriptor, `SD_LISTEN_FDS_START` of sd_listen_fds(3).

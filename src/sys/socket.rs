@@ -2,10 +2,12 @@
 
 use std::{
     io,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
 use nix::libc;
+
+use super::descriptor::above_standard;
 
 /// The initial number of groups to read. Most users have fewer.
 const GROUPS: usize = 64;
@@ -62,6 +64,28 @@ pub(crate) fn pass_descriptors(socket: BorrowedFd<'_>, pass: bool) -> io::Result
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// A pidfd of the process at the other end of a Unix socket, recorded by the kernel when the connection was made. Does not block.
+///
+/// # Errors
+/// `ENOPROTOOPT` on a kernel older than 6.5; `ESRCH` or `EINVAL` on some kernels if the process has been reaped.
+pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut pidfd: libc::c_int = -1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to `pidfd`, and it writes `length`; both live until the call returns. The
+    // descriptor is borrowed.
+    let result = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, (&raw mut pidfd).cast(), &raw mut length)
+    };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has created the descriptor, close-on-exec, and no other code has its number.
+    above_standard(unsafe { OwnedFd::from_raw_fd(pidfd) })
+}
+
+/// `SO_PEERPIDFD` of Linux 6.5, which libc lacks.
+const SO_PEERPIDFD: libc::c_int = 77;
+
 /// The supplementary groups of the process at the other end of a Unix socket, recorded by the kernel when the connection was made. They
 /// include the effective group only if it is also a supplementary group; `SO_PEERCRED` returns the effective group. Does not block.
 ///
@@ -112,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (std::os::fd::OwnedFd, std::os::fd::OwnedFd) {
+    fn pair() -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
     }
 

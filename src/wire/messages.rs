@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::strict::{self, or_default};
 use crate::{
     array::ArrayDescriptor,
@@ -97,8 +99,6 @@ objects! {
         /// A check of the data, defined by an extension. Consumers without the extension ignore it.
         #[serde(default, deserialize_with = "strict::optional_check")]
         pub check: Option<Check>,
-        /// The buffer's number, in a stream only.
-        pub buffer: Option<u64>,
     }
 
     /// A memory pool. The record carries its descriptor.
@@ -163,38 +163,98 @@ objects! {
         pub message: String,
     }
 
-    /// Subscribes to all buffers of a stream.
+    /// Subscribes to a stream.
     pub struct Subscribe {
-        /// The largest number of buffers that the consumer keeps open.
-        pub keep: u64,
+        /// What happens to buffers that the subscriber has no room for.
+        pub policy: Policy,
+        /// The most buffers that wait at the publisher: with [`Policy::Queue`], and only there.
+        #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1024)))]
+        pub queue: Option<u64>,
+        /// The most buffers that the subscriber has at a time: given to it and not given back.
+        #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 64)))]
+        pub held: u64,
+        /// The most earlier buffers that the subscriber wants at once.
+        pub history: u64,
     }
 
-    /// Publishes a buffer of a stream.
+    /// Accepts a subscriber. The offer of the pool follows.
+    #[derive(Copy)]
+    pub struct Stream {
+        /// Identifies the publisher's run: another publisher has another epoch.
+        pub epoch: u64,
+        /// The size of each buffer in bytes. `None` if the sizes vary.
+        pub size: Option<u64>,
+        /// How long the publisher waits for a subscriber with [`Policy::Every`], in milliseconds.
+        pub deadline_ms: Option<u64>,
+    }
+
+    /// Describes the buffers that follow. The record carries the descriptor of the blob, if there is one.
+    pub struct Format {
+        /// The arrays in each buffer.
+        pub arrays: Vec<NamedArray>,
+        /// The length of the program's blob in bytes.
+        #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
+        pub length: Option<u64>,
+    }
+
+    /// An array in each buffer.
+    pub struct NamedArray {
+        /// The array's name.
+        pub name: String,
+        /// Its layout. The offset counts from the start of the buffer.
+        pub array: ArrayDescriptor,
+    }
+
+    /// Gives a buffer to a subscriber.
     pub struct Ready {
-        /// The buffer's number.
-        pub buffer: u64,
-        /// The number of publications of the buffer, including this one.
-        pub generation: u64,
-        /// The exact sizes of the first segments in bytes, if the consumer does not have the buffer open. The record carries their
-        /// descriptors.
-        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
-        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<u64>>"))]
-        pub sizes: Vec<u64>,
+        /// The number of the publication in the epoch, counted from 1.
+        pub number: u64,
+        /// The time of the publication: nanoseconds of `CLOCK_MONOTONIC`.
+        pub time: u64,
+        /// The offset of the buffer in the pool, in bytes.
+        pub offset: u64,
+        /// Bytes of data. `None` for the stream's fixed size.
+        pub size: Option<u64>,
+        /// The publisher's own bytes, in hexadecimal.
+        #[cfg_attr(feature = "schema", schemars(length(max = 8192)))]
+        pub user: Option<String>,
+        /// Reserved for the order of GPU work.
+        pub ready_at: Option<u64>,
     }
 
-    /// Gives a stream's buffer back.
+    /// Gives a buffer back.
     #[derive(Copy)]
-    pub struct BufferTurn {
-        /// The buffer's number.
-        pub buffer: u64,
-        /// The generation of the publication.
-        pub generation: u64,
+    pub struct Done {
+        /// The number of the publication.
+        pub number: u64,
+        /// Reserved for the order of GPU work.
+        pub done_at: Option<u64>,
     }
 
-    /// Identifies a stream's buffer.
+    /// The stream is complete.
     #[derive(Copy)]
-    pub struct BufferNumber {
-        /// The buffer's number.
-        pub buffer: u64,
+    pub struct End {
+        /// The number of publications in the epoch.
+        pub published: u64,
     }
+
+    /// Ends a subscription. Gives all buffers back except those listed.
+    pub struct Leave {
+        /// The numbers of the publications that the subscriber still uses.
+        #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
+        pub held: Vec<u64>,
+    }
+}
+
+/// What happens to buffers that a subscriber has no room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Policy {
+    /// The newest waits, and replaces an older one.
+    Latest,
+    /// The newest `queue` wait.
+    Queue,
+    /// The publisher waits.
+    Every,
 }

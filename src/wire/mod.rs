@@ -14,8 +14,8 @@ mod tests;
 use self::frame::{Head, parse};
 pub(crate) use self::frame::{claimed_fds, is_error};
 pub use self::messages::{
-    BufferNumber, BufferTurn, Busy, ByteRange, Check, Failure, Hello, Memory, Offer, PoolNumber, Ready, Received,
-    Request, Segments, Subscribe, Verdict,
+    Busy, ByteRange, Check, Done, End, Failure, Format, Hello, Leave, Memory, NamedArray, Offer, Policy, PoolNumber,
+    Ready, Received, Request, Segments, Stream, Subscribe, Verdict,
 };
 pub use crate::base::strict::is_unsafe_on_terminals;
 pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
@@ -49,6 +49,21 @@ pub const MAX_CAPABILITIES: usize = 64;
 /// The longest message of an `error`, in bytes. Sender and receiver shorten longer messages.
 pub const MAX_MESSAGE: usize = 1024;
 
+/// The most buffers that a subscriber may have at a time. All its records about them fit into a socket's buffer.
+pub const MAX_HELD: u64 = 64;
+
+/// The longest queue of a subscriber at the publisher.
+pub const MAX_QUEUE: u64 = 1024;
+
+/// The most arrays in a stream's format.
+pub const MAX_ARRAYS: usize = 64;
+
+/// The longest blob of a stream's format, in bytes.
+pub const MAX_BLOB: usize = 64 * 1024;
+
+/// The most user bytes of a publication.
+pub const MAX_USER_BYTES: usize = 4096;
+
 /// The longest reported reason for an invalid body, in bytes. The parser's reason quotes the peer.
 const MAX_REASON: usize = 256;
 
@@ -71,22 +86,23 @@ messages! {
     #[doc = "The pool's descriptor."]
     9 "pool" Pool(PoolNumber),
     10 "subscribe" Subscribe(Subscribe),
-    #[doc = "One descriptor for each segment in it."]
-    11 "ready" Ready(Ready),
-    12 "done" Done(BufferTurn),
-    13 "withdraw" Withdraw(BufferNumber),
-    14 "gone" Gone(BufferNumber),
+    11 "stream" Stream(Stream),
+    #[doc = "The descriptor of the blob, if there is one."]
+    12 "format" Format(Format),
+    13 "ready" Ready(Ready),
+    14 "done" Done(Done),
+    15 "end" End(End),
+    16 "leave" Leave(Leave),
 }
 
-no_texts!(Access, ArrayDescriptor, Check, ErrorCode, Mechanism, Placement, Pointer);
+no_texts!(Access, ArrayDescriptor, Check, ErrorCode, Mechanism, Placement, Pointer, Policy);
 
 impl Message {
     /// The number of descriptors that the message carries. No other code knows which messages carry descriptors.
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
-            Self::Ready(ready) => ready.sizes.len(),
-            Self::Pool(_) => 1,
+            Self::Format(Format { length: Some(_), .. }) | Self::Pool(_) => 1,
             _ => 0,
         }
     }
@@ -152,13 +168,41 @@ impl Message {
                 capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
             }
             Self::Request(Request { object: name, .. }) => bounded(name),
-            Self::Ready(ready) if ready.sizes.len() > MAX_FDS => {
-                Err(ProtocolError::SizeCount { kind: "ready", got: ready.sizes.len(), least: 0, most: MAX_FDS })
+            Self::Subscribe(subscribe) => check_subscribe(subscribe),
+            Self::Format(Format { arrays, length }) => {
+                let (most, length) = (MAX_ARRAYS, length.unwrap_or(1));
+                if arrays.len() > most || length == 0 || length > MAX_BLOB as u64 {
+                    let message = format!("a format has {} arrays and a blob of {length} bytes", arrays.len());
+                    return Err(ProtocolError::Content(message));
+                }
+                arrays.iter().try_for_each(|array| bounded(&array.name))
+            }
+            Self::Ready(Ready { user: Some(user), .. }) if user.len() > 2 * MAX_USER_BYTES => {
+                let message =
+                    format!("{} digits of user bytes: at most {} are allowed", user.len(), 2 * MAX_USER_BYTES);
+                Err(ProtocolError::Content(message))
+            }
+            Self::Leave(leave) if leave.held.len() as u64 > MAX_HELD => {
+                let message = format!("{} buffers in a leave: at most {MAX_HELD} are allowed", leave.held.len());
+                Err(ProtocolError::Content(message))
             }
             Self::Offer(offer) => [offer.object.as_str(), &offer.memory.device.name].into_iter().try_for_each(bounded),
             _ => Ok(()),
         }
     }
+}
+
+fn check_subscribe(subscribe: &Subscribe) -> Result<(), ProtocolError> {
+    let Subscribe { policy, queue, held, .. } = *subscribe;
+    let queues = match queue {
+        None => policy != Policy::Queue,
+        Some(length) => policy == Policy::Queue && (1..=MAX_QUEUE).contains(&length),
+    };
+    if queues && (1..=MAX_HELD).contains(&held) {
+        return Ok(());
+    }
+    let message = format!("a subscription with the policy {policy:?}, a queue of {queue:?} and {held} held buffers");
+    Err(ProtocolError::Content(message))
 }
 
 fn bounded(name: &str) -> Result<(), ProtocolError> {

@@ -332,8 +332,8 @@ fn uuids_have_one_form() {
 
 #[test]
 fn peer_texts_are_shortened() {
-    let body = format!(r#"{{"buffer":"{}","generation":1}}"#, "é".repeat(20_000));
-    let Err(ProtocolError::Body { reason, .. }) = Message::decode(&record(12, &body, 0), 0) else { panic!() };
+    let body = format!(r#"{{"number":"{}"}}"#, "é".repeat(20_000));
+    let Err(ProtocolError::Body { reason, .. }) = Message::decode(&record(14, &body, 0), 0) else { panic!() };
     assert!(reason.len() <= MAX_REASON && reason.ends_with("..."), "{} bytes", reason.len());
     let sent = Message::Error(Failure { code: ErrorCode::Failed, message: "é".repeat(MAX_BODY) });
     let bytes = sent.encode().unwrap();
@@ -347,19 +347,11 @@ fn peer_texts_are_shortened() {
 
 #[test]
 fn optional_fields_may_be_null() {
-    let ready = Message::decode(&record(11, r#"{"buffer":1,"generation":2,"sizes":null}"#, 0), 0);
-    assert_eq!(ready, Ok(Message::Ready(Ready { buffer: 1, generation: 2, sizes: Vec::new() })));
+    let done = Message::decode(&record(14, r#"{"number":1,"done_at":null}"#, 0), 0);
+    assert_eq!(done, Ok(Message::Done(Done { number: 1, done_at: None })));
     let mut body = offer();
-    for path in [
-        "/array",
-        "/part",
-        "/check",
-        "/buffer",
-        "/memory/pool",
-        "/memory/pointer",
-        "/memory/offset",
-        "/memory/immutable",
-    ] {
+    for path in ["/array", "/part", "/check", "/memory/pool", "/memory/pointer", "/memory/offset", "/memory/immutable"]
+    {
         let (parent, name) = path.rsplit_once('/').unwrap();
         body.pointer_mut(parent).unwrap()[name] = Value::Null;
     }

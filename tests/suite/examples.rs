@@ -11,7 +11,7 @@ use crate::running::{Ended, Meeting, Run};
 cases! {
     on crate::running::Meeting; host and cuda: [
     a_buffer_is_shared_and_received,
-    consumer_receives_each_frame,
+    viewers_receive_frames,
     array_arrives_with_type_and_views,
     memory_travels_over_own_channel,
     ]
@@ -56,11 +56,18 @@ fn a_buffer_is_shared_and_received(meeting: Meeting) {
     assert!(!socket.exists(), "the socket stays");
 }
 
-fn consumer_receives_each_frame(meeting: Meeting) {
-    let (socket, producer) = (meeting.socket(), example(&meeting, "stream_producer", &[&meeting.socket()]).start());
-    let consumer = printed(&example(&meeting, "stream_consumer", &[&socket]).end());
-    assert_eq!(consumer, ["stream_consumer: received 100 frames, whose numbers add up to 4950"]);
-    assert!(printed(&producer.end())[1].starts_with("stream_producer: published 100 frames"));
+fn viewers_receive_frames(meeting: Meeting) {
+    let socket = meeting.socket();
+    let viewers = [(); 2].map(|()| example(&meeting, "camera", &[Path::new("view"), &socket]).start());
+    let camera = printed(&example(&meeting, "camera", &[Path::new("publish"), &socket]).end());
+    assert!(camera.iter().any(|line| line.starts_with("camera: published 100 frames")), "{camera:?}");
+    for viewer in viewers {
+        let lines = printed(&viewer.end());
+        assert!(
+            lines.last().is_some_and(|line| line.starts_with("viewer: the stream ended after frame 100")),
+            "{lines:?}"
+        );
+    }
 }
 
 fn array_arrives_with_type_and_views(meeting: Meeting) {

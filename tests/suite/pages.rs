@@ -102,17 +102,15 @@ mod two_streams {
     use std::{error::Error, os::fd::AsFd};
 
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-    use vmmfd::session::stream::Subscriber;
+    use vmmfd::session::stream::{Sample, Subscriber};
 
     /// Waits for either stream. `None`: no frame yet, call it again.
-    fn next(streams: &mut [Subscriber; 2]) -> Result<Option<u64>, Box<dyn Error>> {
+    fn next(streams: &[Subscriber; 2]) -> Result<Option<Sample>, Box<dyn Error>> {
         let mut fds = streams.each_ref().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN));
         poll(&mut fds, PollTimeout::NONE)?;
         for stream in streams {
             if let Some(received) = stream.try_receive()? {
-                let generation = received.generation();
-                stream.give_back(received)?;
-                return Ok(Some(generation));
+                return Ok(received.sample());
             }
         }
         Ok(None)
@@ -120,33 +118,31 @@ mod two_streams {
 
     #[test]
     fn frame_of_either_stream_arrives() {
-        use std::{sync::Arc, thread};
+        use std::time::Duration;
 
-        use vmmfd::{
-            channel::Channel,
-            driver::Access,
-            session::{Config, stream::Publisher},
+        use vmmfd::session::{
+            Config,
+            stream::{PublishOptions, Publisher, SubscribeOptions},
         };
 
-        let place = super::Place::new();
-        let (config, memory) = (Config::default(), Arc::new(place.memory(100)));
-        let (pair, idle) = (Channel::socket_pair().unwrap(), Channel::socket_pair().unwrap());
-        thread::scope(|scope| {
-            let publish = |socket| scope.spawn(|| Publisher::over(socket, place.driver(), &config).unwrap());
-            let (publisher, waits) = (publish(pair.0), publish(idle.0));
-            let mut streams =
-                [idle.1, pair.1].map(|socket| Subscriber::over(socket, place.driver(), None, 1, &config).unwrap());
-            let (mut publisher, _waits) = (publisher.join().unwrap(), waits.join().unwrap());
-            let number = publisher.add(&memory, None, Access::ReadOnly).unwrap();
-            let producer = scope.spawn(move || publisher.publish(number).map(|_| publisher));
-            let found = loop {
-                if let Some(found) = next(&mut streams).unwrap() {
-                    break found;
-                }
-            };
-            assert_eq!(found, 1);
-            producer.join().unwrap().unwrap();
+        let places = [super::Place::new(), super::Place::new()];
+        let (config, options) = (Config::default(), PublishOptions::fixed(100, 4).history(1));
+        let publishers = places.each_ref().map(|place| {
+            let publisher = Publisher::create(&place.device(), &options, &config).unwrap();
+            publisher.listen(&place.path).unwrap();
+            publisher
         });
+        publishers[1].loan(Duration::ZERO).unwrap().publish(&[7]).unwrap();
+        let options = SubscribeOptions::default().history(1);
+        let streams = places
+            .each_ref()
+            .map(|place| Subscriber::connect(place.driver(), None, &place.path, &options, &config).unwrap());
+        let found = loop {
+            if let Some(found) = next(&streams).unwrap() {
+                break found;
+            }
+        };
+        assert_eq!(found.user(), [7]);
     }
 }
 
@@ -303,52 +299,56 @@ mod broker {
 }
 
 mod streams {
-    use std::{path::Path, sync::Arc};
+    use std::{path::Path, thread, time::Duration};
 
     use vmmfd::{
-        channel::Listener,
-        driver::{Access, Driver},
-        memory::{Device, Region, Selector, Shared, Spec},
+        driver::Driver,
+        memory::{Device, Region, Selector},
         session::{
             Config,
-            stream::{Publisher, Subscriber},
+            stream::{PublishOptions, Publisher, Received, SubscribeOptions, Subscriber},
         },
     };
 
-    fn produce(path: &Path, driver: &Driver) -> vmmfd::Result<()> {
-        let config = Config::default(); // 30 s of silence, this process's user and root.
-        let listener = Listener::bind(path, &config)?;
-        let mut publisher = Publisher::accept(&listener, driver, &config)?; // One consumer; for each other, another publisher.
+    const LIMIT: Duration = Duration::from_secs(10); // Of each call.
+
+    fn publish(path: &Path, driver: &Driver) -> vmmfd::Result<()> {
         let device = Device::find(driver, Selector::default())?;
-        let memory = Arc::new(Shared::create(&device, Spec::vmm(1 << 20))?);
-        let frame = publisher.add(&memory, None, Access::ReadOnly)?; // Or several, in rotation.
-        for number in 0..5 {
-            memory.copy_in(0, &[number])?;
-            publisher.publish(frame)?; // Waits for the GPU, then sends the turn.
-            assert_eq!(publisher.take_back()?, frame);
+        let options = PublishOptions::fixed(1 << 20, 8).history(5); // Eight buffers of 1 MiB.
+        let publisher = Publisher::create(&device, &options, &Config::default())?;
+        publisher.listen(path)?; // Subscribers come and go from now on.
+        while publisher.event().is_none() {
+            thread::sleep(Duration::from_millis(1)); // Only this example waits for a subscriber.
         }
+        for number in 0..5 {
+            let frame = publisher.loan(LIMIT)?;
+            frame.copy_in(0, &[number])?; // Or kernels on `frame.address()`.
+            frame.publish(b"left eye")?; // Waits for the GPU, and for no subscriber.
+        }
+        publisher.finish(LIMIT)?; // Until everything is given back.
         Ok(())
     }
 
-    fn consume(path: &Path, driver: &Driver) -> vmmfd::Result<()> {
-        let mut subscriber = Subscriber::connect(driver, None, path, 4, &Config::default())?; // At most 4 stay open.
-        for number in 0..5 {
-            let frame = subscriber.receive()?; // A region, mapped and ready.
+    fn subscribe(path: &Path, driver: &Driver) -> vmmfd::Result<u64> {
+        let options = SubscribeOptions::default().history(5); // The newest frame, and up to five earlier ones.
+        let subscriber = Subscriber::connect(driver, None, path, &options, &Config::default())?;
+        let mut frames = 0;
+        while let Received::Sample(frame) = subscriber.receive(LIMIT)? {
             let mut byte = [0];
-            frame.copy_out(0, &mut byte)?;
-            assert_eq!((byte, frame.generation()), ([number], u64::from(number) + 1));
-            subscriber.give_back(frame)?; // Waits for the GPU, then sends it back.
-        }
-        Ok(())
+            frame.copy_out(0, &mut byte)?; // A region, mapped read-only.
+            frames += 1 + frame.skipped_before();
+            assert_eq!(u64::from(byte[0]) + 1, frame.number());
+        } // The end of the block gives the frame back.
+        Ok(frames)
     }
 
     #[test]
     fn five_frames_pass() {
         let place = super::Place::new();
-        std::thread::scope(|scope| {
-            let consumer = scope.spawn(|| consume(&place.path, place.driver()));
-            produce(&place.path, place.driver()).unwrap();
-            consumer.join().unwrap().unwrap();
+        thread::scope(|scope| {
+            let subscriber = scope.spawn(|| subscribe(&place.path, place.driver()));
+            publish(&place.path, place.driver()).unwrap();
+            assert!(subscriber.join().unwrap().is_ok_and(|frames| frames <= 5));
         });
     }
 }

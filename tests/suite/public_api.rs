@@ -17,7 +17,7 @@ use vmmfd::{
     session::{
         Config, Verdict,
         handoff::{Buffer, Consumer, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked},
-        stream::{BufferId, Publisher, Received, Subscriber},
+        stream::{Event, Format, Loan, Publisher, Received, Sample, Subscriber},
     },
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
@@ -25,6 +25,8 @@ use vmmfd::{
 fn both<T: Send + Sync + ?Sized>() {}
 
 fn sent<T: Send>() {}
+
+fn lives<T: 'static>() {}
 
 #[test]
 fn public_types_are_send_and_mostly_sync() {
@@ -37,7 +39,8 @@ fn public_types_are_send_and_mostly_sync() {
     both::<(Arenas, Pool, PoolBuffer, Reservation, Selector, Shared, Spec)>();
     both::<dyn Region>();
     both::<(Config, Verdict, Buffer<'_>, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked)>();
-    both::<(BufferId, Publisher, Received, Subscriber)>();
+    both::<(Event, Format, Loan, Publisher, Received, Sample, Subscriber)>();
+    lives::<(Loan, Sample)>();
     sent::<(Consumer<'_>, Mirror<'_>)>();
     both::<(Client, Lease, LeasedPart, Object, ObjectPart, Prepared, Claim)>();
     both::<(Lost, Restored)>();

@@ -24,7 +24,7 @@ use vmmfd::{
             Buffer, Consumer, Content, ImportedObject, Offered, Request, ServeOptions, Served, Tick, Unchecked,
             Verifier, fetch, serve, serve_connection,
         },
-        stream::{Publisher, Subscriber},
+        stream::{PublishOptions, Publisher, SubscribeOptions, Subscriber},
     },
 };
 use vmmfd_cli::check::{DataVerifier, Exercise};
@@ -288,20 +288,16 @@ fn slow_subscriber_sends_busy() {
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
     let (ours, theirs) = Channel::socket_pair().unwrap();
-    let memory = Arc::new(Shared::create(&subject.device(), Spec::vmm(100)).unwrap());
+    let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 3), &within(1000)).unwrap();
     subject.faulty.slow_down("activate", Duration::from_millis(1600));
-    thread::scope(|scope| {
-        let subscriber = scope.spawn(|| {
-            let mut subscriber = Subscriber::over(theirs, &subject.driver, None, 1, &within(30_000)).unwrap();
-            let received = subscriber.receive().unwrap();
-            subscriber.give_back(received).unwrap();
-        });
-        let mut publisher = Publisher::over(ours, &subject.driver, &within(1000)).unwrap();
-        let id = publisher.add(&memory, None, Access::ReadOnly).unwrap();
-        publisher.announce(id).unwrap();
-        subscriber.join().unwrap();
-        assert_eq!(publisher.take_back().unwrap(), id);
-    });
+    publisher.admit(ours).unwrap();
+    let options = SubscribeOptions::default();
+    let subscriber = Subscriber::over(theirs, &subject.driver, None, &options, &within(30_000)).unwrap();
+    while publisher.event().is_none() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    publisher.try_loan().unwrap().unwrap().announce(&[]).unwrap();
+    assert!(subscriber.receive(Duration::from_secs(30)).unwrap().sample().is_some());
 }
 
 #[test]
@@ -309,15 +305,23 @@ fn other_dialect_is_refused_by_both() {
     let driver = driver();
     let config = Config::default();
     let (ours, theirs) = Channel::socket_pair().unwrap();
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let publisher = Publisher::create(&device, &PublishOptions::fixed(16, 3), &config).unwrap();
+    publisher.admit(ours).unwrap();
+    let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
+    let refused = consumer.request(&Request::default());
+    assert!(matches!(refused, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, .. }))), "{refused:?}");
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
+    let options = SubscribeOptions::default();
     thread::scope(|scope| {
-        let publisher = scope.spawn(|| Publisher::over(ours, &driver, &config).map(drop));
-        let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
-        let refused = consumer.request(&Request::default());
+        let subscriber = scope.spawn(|| Subscriber::over(theirs, &driver, None, &options, &config).map(drop));
+        let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &config, &|_| {});
         assert!(
-            matches!(refused, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, .. }))),
+            matches!(&refused, Err(Error::Peer(PeerError::Gone { .. } | PeerError::Reported { .. }))),
             "{refused:?}"
         );
-        let refused = publisher.join().unwrap();
+        let refused = subscriber.join().unwrap();
         assert!(
             matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, .. }))),
             "{refused:?}"
@@ -341,14 +345,16 @@ fn other_dialect_is_refused_by_both() {
 #[test]
 fn other_descriptors_are_no_sessions() {
     let (driver, config) = (driver(), Config::default());
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let publisher = Publisher::create(&device, &PublishOptions::fixed(16, 3), &config).unwrap();
     let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
     let others: [fn() -> OwnedFd; 2] =
         [|| UnixStream::pair().unwrap().0.into(), || File::open("/dev/null").unwrap().into()];
     for other in others {
         for refused in [
             Consumer::over(other(), &driver, None, &config, &|_| {}).map(drop),
-            Subscriber::over(other(), &driver, None, 1, &config).map(drop),
-            Publisher::over(other(), &driver, &config).map(drop),
+            Subscriber::over(other(), &driver, None, &SubscribeOptions::default(), &config).map(drop),
+            publisher.admit(other()),
             serve_connection(other(), &buffer, &ServeOptions::default(), &config, &|_| {}).map(drop),
             Listener::from_fd(other()).map(drop),
         ] {

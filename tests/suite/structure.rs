@@ -18,7 +18,7 @@ const LAYERS: [(&str, &[&str]); 15] = [
     ("channel", &["error", "sys", "wire"]),
     ("memory", &["array", "base", "driver", "error", "sys"]),
     ("encoding", &["array", "error", "memory", "wire"]),
-    ("session", &["array", "channel", "driver", "error", "memory", "wire"]),
+    ("session", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
     ("weights", &["array", "driver", "error", "memory", "sys", "wire"]),
     ("broker", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
     ("bindings", &["array", "driver", "error", "memory", "session", "sys"]),

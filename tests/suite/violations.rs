@@ -150,7 +150,13 @@ fn producer_refuses_each_violation() {
         violation("timeout of 0", &[], other("20000", "0"), 0, "protocol"),
         violation("busy before a request", &greeted, record(7, "{}", 0), 0, "protocol"),
         violation("message of the producer", &greeted, record(9, r#"{"pool":1}"#, 0), 1, "protocol"),
-        violation("subscription to a handoff", &greeted, record(10, r#"{"keep":1}"#, 0), 0, "object"),
+        violation(
+            "subscription to a handoff",
+            &greeted,
+            record(10, r#"{"policy":"latest","held":1,"history":0}"#, 0),
+            0,
+            "object",
+        ),
         violation("request of another backend", &[other("host", "cuda")], request.clone(), 0, "backend"),
         violation("absent object", &greeted, record(2, r#"{"object":"x"}"#, 0), 0, "object"),
         violation(
@@ -167,7 +173,13 @@ fn producer_refuses_each_violation() {
         violation("result before received", &offered, record(6, r#"{"verified":true}"#, 0), 0, "protocol"),
         violation("too many received", &offered, received("2"), 0, "protocol"),
         violation("negative count", &offered, received("-1"), 0, "protocol"),
-        violation("subscription after a handoff", &served, record(10, r#"{"keep":1}"#, 0), 0, "protocol"),
+        violation(
+            "subscription after a handoff",
+            &served,
+            record(10, r#"{"policy":"latest","held":1,"history":0}"#, 0),
+            0,
+            "protocol",
+        ),
         violation("record after the end", &served, received("1"), 0, "protocol"),
     ]);
     for case in &cases {
@@ -207,7 +219,7 @@ fn consumer_refuses_each_violation() {
         |first: u64, sizes: &[u64], fds: u32| record(4, &json!({"first": first, "sizes": sizes}).to_string(), fds);
     let (half, verdict) = (2 * MIB, record(6, r#"{"verified":true}"#, 0));
     let mut cases = of_any_record(7, "{}", &greeted);
-    let offers: [(&str, &str, Value); 20] = [
+    let offers: [(&str, &str, Value); 19] = [
         ("offer without memory", "/memory", json!(null)),
         ("offer of another object", "/object", json!("x")),
         ("unknown access", "/access", json!("wo")),
@@ -230,7 +242,6 @@ fn consumer_refuses_each_violation() {
         ),
         ("part beyond the memory", "/part/size", json!(6 * MIB)),
         ("part of no segments", "/part/segments", json!(0)),
-        ("buffer in a handoff", "/buffer", json!(1)),
         ("array beyond the memory", "/array", json!({"dtype": "uint8", "shape": [4 * MIB + 1]})),
     ];
     cases.extend(offers.into_iter().map(|(name, path, value)| {

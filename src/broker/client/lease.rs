@@ -15,12 +15,12 @@ use super::{
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
-    broker::{manifest::fds_of, request, table},
+    broker::{manifest::fds_of, request},
     channel::deadline_after,
     driver::{Access, Driver},
     error::{BrokerError, DeviceError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
-    sys::lock,
+    sys::{lock, table},
     wire::{
         Check, MAX_MESSAGE,
         broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table},
@@ -378,7 +378,8 @@ fn read_text(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64
         Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
             let fd = tables.next().ok_or_else(|| "the descriptor of a table is missing".to_owned())?;
-            table::read(fd, length, most)
+            let text = table::read(fd, length, most)?;
+            String::from_utf8(text).map_err(|_| "a table is not UTF-8".to_owned())
         }
     }
 }

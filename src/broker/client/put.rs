@@ -14,10 +14,11 @@ use super::{
     records::unexpected,
 };
 use crate::{
-    broker::{request, table::sealed},
+    broker::request,
     driver::Backend,
     error::{BrokerError, Error, RefusalCode, Result},
     memory::{Chunk, Description, Region, Shared, Sharing},
+    sys::table::sealed,
     wire::{
         Check, MAX_FDS, Segments,
         broker::{

@@ -4,9 +4,9 @@ use std::{collections::BTreeMap, os::fd::OwnedFd, sync::LazyLock};
 
 use super::step::{Kind, Request};
 use crate::{
-    broker::{server::state::caller::ConnectionId, table},
+    broker::server::state::caller::ConnectionId,
     driver::GRANULARITY,
-    sys::memfd,
+    sys::{memfd, table},
     wire::{
         Hello, Segments, VERSION,
         broker::{

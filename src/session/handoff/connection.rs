@@ -189,7 +189,6 @@ impl<'a> Session<'a> {
             access,
             part: chunks.as_ref().map(|(part, _)| *part),
             check: offered.check.clone(),
-            buffer: None,
         };
         self.borrows |= chunks.is_none();
         self.link.send(&Message::Offer(Box::new((&offer).into())), &[])?;

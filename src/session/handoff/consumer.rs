@@ -247,7 +247,7 @@ impl<'a> Consumer<'a> {
         let link = &mut self.link;
         let device = self.device.for_memory_of(&offer.memory.device, &mut || link.busy(), self.observer)?;
         let known = offer.memory.pool().and_then(|number| self.pools.get(&number).cloned());
-        let opened = opening::open(&mut self.link, &device, &offer, &range, known, (&[], Vec::new()))?;
+        let opened = opening::open(&mut self.link, &device, &offer, &range, known)?;
         if let Some(segments) = opened.unacknowledged {
             acknowledge(&mut self.link, segments)?;
         }
@@ -338,9 +338,6 @@ impl<'a> Consumer<'a> {
 
 /// Checks that an offer matches the request. Returns the requested bytes.
 fn check(offer: &Offer, request: &Request) -> Result<Range<u64>> {
-    if offer.buffer.is_some() {
-        return Err(violation("the offer is a stream's, but this side did not subscribe"));
-    }
     if let Some(requested) = request.access.filter(|access| *access != offer.access) {
         return Err(violation(format!("access {} is offered, but {requested} was requested", offer.access)));
     }

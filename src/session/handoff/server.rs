@@ -22,7 +22,7 @@ use crate::{
     memory::Region,
     session::{
         Config, Event, Observer, Verdict,
-        acceptor::{Acceptor, Arrival, FirstRequest, MAX_IDLE, Next, SessionKind},
+        acceptor::{Acceptor, Arrival, MAX_IDLE, Next},
         link::mismatch,
     },
 };
@@ -157,7 +157,7 @@ pub fn serve_connection(
     observer: Observer<'_>,
 ) -> Result<Served> {
     let cancel = config.cancellation()?;
-    let arrival = Acceptor::new(SessionKind::Handoff, backend(buffer), config, &cancel)?.accept_one(socket)?;
+    let arrival = Acceptor::new(backend(buffer), config, &cancel)?.accept_one(socket)?;
     let context = Context { buffer, options, observer, failure: &|| None };
     Ok(serve_consumer(arrival, context))
 }
@@ -171,10 +171,7 @@ fn serve_consumer(arrival: Arrival, context: Context<'_>) -> Served {
     let Arrival { link, backend, request } = arrival;
     let peer = link.peer();
     (context.observer)(Event::Requested { peer });
-    let (found, error) = match request {
-        FirstRequest::Buffer(request) => Session::new(link, backend, context).run(request),
-        FirstRequest::Stream(_) => (None, None),
-    };
+    let (found, error) = Session::new(link, backend, context).run(request);
     let served = Served { peer, found, error };
     (context.observer)(Event::Ended { served: &served });
     served
@@ -235,7 +232,7 @@ impl<'a> Server<'a> {
         (self.observer)(Event::Listening { path: listener.path(), consumers: self.options.consumers });
         let refusal = || self.state().refusal();
         let accepted = thread::scope(|scope| {
-            let mut acceptor = Acceptor::new(SessionKind::Handoff, backend(self.buffer), self.config, &self.stop)?;
+            let mut acceptor = Acceptor::new(backend(self.buffer), self.config, &self.stop)?;
             let accepted = self.accept_all(scope, &listener, &mut acceptor, &refusal);
             // Removes the socket file: no other consumer can connect.
             drop(listener);

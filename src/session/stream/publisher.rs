@@ -1,446 +1,284 @@
-//! The producer side of a stream.
+//! The publisher of a stream.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::Arc,
     time::Duration,
 };
 
-use super::{BufferId, Limit, MAX_BUFFERS, SessionNumber, ended, misuse};
+use super::{
+    connection::Identity,
+    event::{Event, Usage},
+    format::{Format, FormatRecord},
+    hub::{Hub, State},
+    ledger::Shortage,
+    loan::Loan,
+    member::Stage,
+    misuse,
+    options::PublishOptions,
+};
 use crate::{
-    array::ArrayDescriptor,
-    channel::{Listener, Peer, deadline_after},
-    driver::{Access, Backend, Driver},
-    error::{Error, PeerError, Result},
-    memory::{Chunk, Region, Shared},
-    session::{
-        Config,
-        acceptor::{Acceptor, Arrival, FirstRequest, Next, SessionKind},
-        link::{Link, unexpected, violation},
-        opening::Offer,
-    },
-    wire::{BufferNumber, BufferTurn, DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Ready, Segments},
+    channel::Listener,
+    error::{Error, ErrorCode, Holder, PeerError, Result},
+    memory::{Device, Shared},
+    session::{Config, link::mismatch},
 };
 
-/// The producer side of a stream: a connection to one consumer. For several consumers, create several publishers; they may share
-/// memory.
+/// Publishes buffers of one pool to any number of subscribers, none of which delays it unless [`PublishOptions::every`] allows that.
 ///
-/// A published buffer is out until the consumer gives it back, and can then be published again. Only [`Publisher::take_back`],
-/// [`Publisher::try_take_back`], [`Publisher::withdraw`] and the first publication of a buffer read the consumer's messages.
+/// All methods may be called from any thread. The library's thread accepts subscribers and watches them.
 ///
-/// [`Error::Misuse`], [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`], and a failed synchronization leave
-/// the session unchanged. Any other session error is fatal: the consumer receives the error, and later calls fail.
-///
-/// Dropping the publisher closes the session. If the consumer has memory of a pool or legacy memory open, the drop waits up to the timeout
-/// for it to close the memory. Memory still open after that is not freed before this process exits.
+/// After [`Publisher::finish`], subscribers receive [`Received::Ended`](super::Received::Ended) behind the last buffer. If the publisher
+/// is dropped before, or its process dies, they receive [`Received::Crashed`](super::Received::Crashed). Their samples remain readable.
 #[derive(Debug)]
 pub struct Publisher {
-    link: Link,
-    session: SessionNumber,
-    backend: Backend,
-    timeout: Duration,
-    /// The number of buffers that the consumer keeps open.
-    keep: u64,
-    /// By number.
-    buffers: BTreeMap<u64, Buffer>,
-    next: u64,
-    /// Buffers that the consumer gave back, until `take_back` returns them.
-    returned: VecDeque<u64>,
-    ended: bool,
+    hub: Arc<Hub>,
 }
 
-/// A buffer, with the records that open it.
-#[derive(Debug)]
-struct Buffer {
-    memory: Arc<Shared>,
-    /// The segments sent with `ready`.
-    first: Vec<Arc<Chunk>>,
-    /// The segments after those.
-    records: Vec<Record>,
-    generation: u64,
-    /// Whether the consumer has the buffer open.
-    held: bool,
-    /// Whether the consumer has the buffer.
-    out: bool,
-    /// Whether `withdraw` was sent.
-    withdrawn: bool,
-}
-
-/// A `segments` message with its descriptors.
-#[derive(Debug)]
-struct Record {
-    message: Message,
-    chunks: Vec<Arc<Chunk>>,
-}
-
-impl Buffer {
-    /// Whether the consumer must close the buffer before it is freed.
-    fn is_borrowed(&self) -> bool {
-        self.held && !self.memory.is_protected()
-    }
-
-    fn pool(&self) -> Option<u64> {
-        self.memory.pool().map(|pool| pool.number())
-    }
+/// The state of a publisher's pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PublisherStats {
+    /// The number of publications.
+    pub published: u64,
+    /// The number of free buffers, or of free bytes if the sizes vary.
+    pub free: u64,
+    /// The subscribers, and the former subscribers that still have buffers.
+    pub subscribers: Vec<Usage>,
 }
 
 impl Publisher {
-    /// Waits until a trusted consumer connects to the listener and subscribes. Refuses other peers; none delays a consumer. Blocks up to
-    /// the timeout.
+    /// Allocates the pool. The configuration's timeout is the longest silence of a subscriber that joins, and its trust decides who may.
     ///
     /// # Errors
-    /// [`PeerError::NoConsumer`] if no consumer subscribes within the timeout; [`Error::Interrupted`]; [`Error::System`].
-    pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
-        let cancel = config.cancellation()?;
-        let mut acceptor = Acceptor::new(SessionKind::Stream, driver.backend(), config, &cancel)?;
-        let deadline = deadline_after(config.timeout);
-        match acceptor.next(listener, None, deadline)? {
-            Next::Arrived(arrival) => Self::with(*arrival, driver, config),
-            Next::Woken | Next::TimedOut => Err(Error::Peer(PeerError::NoConsumer { waited: config.timeout })),
-        }
+    /// [`Error::Misuse`] for options without room for a buffer; the errors of [`Shared::create`]; [`Error::System`].
+    ///
+    /// Driver calls: see [`Shared::create`].
+    pub fn create(device: &Device, options: &PublishOptions, config: &Config) -> Result<Self> {
+        Hub::create(device, options, config).map(|hub| Self { hub })
     }
 
-    /// Like [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`, such as a socket of a pair, or a socket that the
-    /// caller accepted.
+    /// Accepts subscribers at a socket path from now on. Does not wait for them.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`],
-    /// [`PeerError::Mismatch`] and [`PeerError::Protocol`] if its peer does not subscribe; [`Error::Interrupted`];
+    /// The errors of [`Listener::bind`].
+    pub fn listen(&self, path: &Path) -> Result<()> {
+        self.listen_at(Listener::bind(path, &self.hub.config)?)
+    }
+
+    /// Accepts subscribers at a listening socket from now on, which replaces an earlier one.
+    ///
+    /// # Errors
     /// [`Error::System`].
-    pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
-        let cancel = config.cancellation()?;
-        let arrival = Acceptor::new(SessionKind::Stream, driver.backend(), config, &cancel)?.accept_one(socket)?;
-        Self::with(arrival, driver, config)
+    pub fn listen_at(&self, listener: Listener) -> Result<()> {
+        self.hub.creator.check()?;
+        self.hub.listen(&mut self.hub.lock(), listener)
     }
 
-    fn with(arrival: Arrival, driver: &Driver, config: &Config) -> Result<Self> {
-        let Arrival { link, request, .. } = arrival;
-        let FirstRequest::Stream(keep) = request else { return Err(violation("expected subscribe, got request")) };
-        Ok(Self {
-            link,
-            session: SessionNumber::next(),
-            backend: driver.backend(),
-            timeout: config.timeout,
-            keep,
-            buffers: BTreeMap::new(),
-            next: 0,
-            returned: VecDeque::new(),
-            ended: false,
-        })
-    }
-
-    /// The consumer's process.
-    pub fn peer(&self) -> Peer {
-        self.link.peer()
-    }
-
-    /// The largest number of buffers that the consumer keeps open. With more buffers in rotation, some are reopened for each publication.
-    pub fn keeps(&self) -> u64 {
-        self.keep
-    }
-
-    /// Adds a buffer, and sends its offer, which the consumer can read before the first publication. At most [`MAX_BUFFERS`] at a time.
+    /// Accepts the subscriber at the other end of a connected socket of type `SOCK_SEQPACKET`. Does not wait for it: if it does not
+    /// subscribe, no event reports it.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`Error::Misuse`] if the memory
-    /// must be sealed first, if `access` is read-write for sealed memory, for memory of another backend, and for a buffer beyond the
-    /// limit; [`Error::Driver`]; session errors, which are fatal.
-    ///
-    /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
-    #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
-    pub fn add(&mut self, memory: &Arc<Shared>, array: Option<ArrayDescriptor>, access: Access) -> Result<BufferId> {
-        if self.ended {
-            return Err(ended());
-        }
-        if self.buffers.len() >= MAX_BUFFERS {
-            return Err(misuse(format!("a stream has at most {MAX_BUFFERS} buffers: withdraw one first")));
-        }
-        let backend = memory.device().backend();
-        if backend != self.backend {
-            return Err(misuse(format!("memory on backend {backend} can't be added to a stream on {}", self.backend)));
-        }
-        if access == Access::ReadWrite && memory.access() == Access::ReadOnly {
-            return Err(misuse("sealed memory can only be published read-only"));
-        }
-        let description = memory.describe()?;
-        if let Some(array) = &array {
-            array.check(description.size)?;
-        }
-        let chunks = memory.chunks(0..memory.size())?;
-        if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
-            return Err(misuse("the memory must be sealed before it is published: call Shared::seal"));
-        }
-        let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
-        let number = self.next;
-        let object = DEFAULT_OBJECT.to_owned();
-        let offer = Offer { object, memory: description, array, access, part, check: None, buffer: Some(number) };
-        let sent = self.link.send(&Message::Offer(Box::new((&offer).into())), &[]);
-        self.guard(sent)?;
-        let (first, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
-        let records = records(behind, first.len() as u64);
-        let memory = Arc::clone(memory);
-        let first = first.to_vec();
-        let buffer = Buffer { memory, first, records, generation: 0, held: false, out: false, withdrawn: false };
-        self.next += 1;
-        self.buffers.insert(number, buffer);
-        Ok(BufferId { session: self.session, number })
+    /// [`Error::Socket`] for any other descriptor; [`Error::System`].
+    pub fn admit(&self, socket: OwnedFd) -> Result<()> {
+        let identity = Identity::of(&socket)?;
+        self.admit_as(socket, identity)
     }
 
-    /// Waits until the GPU's work on a buffer has finished, then gives the buffer to the consumer. If the consumer has the buffer open, one
-    /// small record is sent. Otherwise sends everything that opens the buffer, and waits until the consumer has opened it. Returns the
-    /// generation, which counts the buffer's publications from 1. The wait may also receive buffers that the consumer gives back: call
-    /// [`Publisher::try_take_back`] before waiting for the publisher to be readable.
-    ///
-    /// A consumer opens a new buffer in its next receive call. If it does not call within the timeout, or all of its buffers are in use,
-    /// the publication times out, which is fatal: publish a new buffer only to a waiting consumer.
+    /// Like [`Publisher::admit`], for a peer that another process has introduced: the socket does not show its identity.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] if the synchronization fails; session
-    /// errors, which are fatal.
-    ///
-    /// Driver call: `cuCtxSynchronize`.
-    #[doc(alias = "cuCtxSynchronize")]
-    pub fn publish(&mut self, id: BufferId) -> Result<u64> {
-        self.idle(id)?.memory.synchronize()?;
-        self.announce(id)
+    /// The errors of [`Publisher::admit`].
+    pub(crate) fn admit_as(&self, socket: OwnedFd, identity: Identity) -> Result<()> {
+        self.hub.creator.check()?;
+        self.hub.admit(&mut self.hub.lock(), socket, identity)
     }
 
-    /// Like [`Publisher::publish`], without the synchronization: the caller has already synchronized all GPU work on the buffer, for
-    /// example by synchronizing its own stream.
+    /// Describes the buffers that are published from now on.
     ///
     /// # Errors
-    /// The errors of [`Publisher::publish`]. No driver call for an open buffer.
-    pub fn announce(&mut self, id: BufferId) -> Result<u64> {
-        let number = id.number;
-        let buffer = self.idle(id)?;
-        let generation = buffer.generation + 1;
-        let held = buffer.held;
-        let sent = match held {
-            true => self.link.send(&ready(number, generation, &[]), &[]),
-            false => self.send_new(number, generation),
-        };
-        self.guard(sent)?;
-        let buffer = self.buffer(id)?;
-        buffer.generation = generation;
-        (buffer.held, buffer.out) = (true, true);
-        Ok(generation)
-    }
-
-    /// Publishes a buffer that the consumer does not have open, and waits until it is opened.
-    fn send_new(&mut self, number: u64, generation: u64) -> Result<()> {
-        let pool = self.pool_to_send(number);
-        let Some(buffer) = self.buffers.get(&number) else { return Ok(()) };
-        self.link.send(&ready(number, generation, &buffer.first), &fds(&buffer.first))?;
-        let mut sent = buffer.first.len() as u64;
-        if let (Some(of), Some(pool)) = (pool, buffer.memory.pool()) {
-            self.link.send(&Message::Pool(PoolNumber { pool: of }), &[pool.export()?])?;
+    /// [`Error::Misuse`] if it is larger than the protocol allows; [`Error::Memory`] if an array does not fit into a buffer of the fixed
+    /// size; [`Error::System`].
+    pub fn set_format(&self, format: &Format) -> Result<()> {
+        self.hub.creator.check()?;
+        if let Some(size) = self.hub.options.size {
+            format.arrays.iter().try_for_each(|(_, array)| array.check(size))?;
         }
-        // One record in flight at a time: the kernel limits a user's descriptors in flight.
-        for index in 0.. {
-            self.acknowledged(sent)?;
-            let Some(record) = self.buffers.get(&number).and_then(|buffer| buffer.records.get(index)) else { break };
-            self.link.send(&record.message, &fds(&record.chunks))?;
-            sent += record.chunks.len() as u64;
-        }
+        let record = FormatRecord::of(format)?;
+        self.hub.lock().desk.format = Some(record);
         Ok(())
     }
 
-    /// Returns the buffer's pool unless the consumer has it, with another open buffer that is not withdrawn.
-    fn pool_to_send(&self, number: u64) -> Option<u64> {
-        let pool = self.buffers.get(&number)?.pool()?;
-        // The consumer may already have closed a withdrawn buffer.
-        let known = |buffer: &Buffer| buffer.held && !buffer.withdrawn && buffer.pool() == Some(pool);
-        (!self.buffers.values().any(known)).then_some(pool)
+    /// Takes a free buffer, and waits for one at most this long. It waits only for this process's own loans, for subscribers with
+    /// [`Policy::Every`](super::Policy::Every), and, if the sizes vary, for room.
+    ///
+    /// # Errors
+    /// [`PeerError::Starved`] after the limit, with the holders; [`Error::Misuse`] if the sizes vary; [`Error::Interrupted`];
+    /// [`Error::System`].
+    pub fn loan(&self, limit: Duration) -> Result<Loan> {
+        self.loan_of(self.fixed_size()?, limit)
     }
 
-    /// Waits until the consumer has acknowledged `sent` segments of the current offer.
-    fn acknowledged(&mut self, sent: u64) -> Result<()> {
-        loop {
-            match self.link.receive("for a buffer to be opened")?.0 {
-                Message::Received(received) if received.segments == sent => return Ok(()),
-                Message::Received(received) => {
-                    let count = received.segments;
-                    return Err(violation(format!("{count} segments were acknowledged, but {sent} were sent")));
-                }
-                other => self.handle(other)?,
+    /// Like [`Publisher::loan`], without waiting. `None` if no buffer is free.
+    ///
+    /// # Errors
+    /// The other errors of [`Publisher::loan`].
+    pub fn try_loan(&self) -> Result<Option<Loan>> {
+        self.try_loan_of(self.fixed_size()?)
+    }
+
+    /// Like [`Publisher::loan`], for a buffer of `size` bytes: of any size if the sizes vary, otherwise at most the fixed size.
+    ///
+    /// # Errors
+    /// The errors of [`Publisher::loan`]; [`Error::Misuse`] for a buffer of 0 bytes, or larger than the pool or the fixed size.
+    pub fn loan_of(&self, size: u64, limit: Duration) -> Result<Loan> {
+        self.check_size(size)?;
+        if let Some(loan) = self.hub.wait(limit, |state| Ok(self.lend(state, size)))? {
+            return Ok(loan);
+        }
+        let state = &mut *self.hub.lock();
+        let mut usage = Hub::usage(state);
+        usage.retain(|usage| usage.buffers > 0);
+        let holder = |of: &Usage| Holder { pid: of.subscriber.peer.pid, buffers: of.buffers, bytes: of.bytes };
+        let holders = usage.iter().map(holder).collect();
+        state.desk.report(Event::Starved { by: usage });
+        self.hub.settle(state);
+        Err(Error::Peer(PeerError::Starved { size, waited: limit, holders }))
+    }
+
+    /// Like [`Publisher::loan_of`], without waiting. `None` if no buffer is free.
+    ///
+    /// # Errors
+    /// The other errors of [`Publisher::loan_of`].
+    pub fn try_loan_of(&self, size: u64) -> Result<Option<Loan>> {
+        self.check_size(size)?;
+        Ok(self.hub.attempt(|state| self.lend(state, size)))
+    }
+
+    fn lend(&self, state: &mut State, size: u64) -> Option<Loan> {
+        // Returned buffers are read here, so that the publication is sent at once.
+        for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
+            if !state.desk.ledger.has_room(member.id) {
+                member.drain(true, &mut state.desk, &self.hub);
             }
         }
-    }
-
-    /// Waits for the next buffer that the consumer gives back. The consumer's work on it has finished. Blocks up to the timeout.
-    ///
-    /// # Errors
-    /// [`PeerError::Timeout`] if no buffer is given back within the timeout; session errors, which are fatal.
-    pub fn take_back(&mut self) -> Result<BufferId> {
-        self.take_back_within(self.timeout)
-    }
-
-    /// Like [`Publisher::take_back`], without waiting. `None` if no buffer has been given back.
-    ///
-    /// # Errors
-    /// Session errors, which are fatal.
-    pub fn try_take_back(&mut self) -> Result<Option<BufferId>> {
-        match self.take_back_within(Duration::ZERO) {
-            Err(Error::Peer(PeerError::Timeout { .. })) => Ok(None),
-            result => result.map(Some),
-        }
-    }
-
-    fn take_back_within(&mut self, timeout: Duration) -> Result<BufferId> {
-        if self.ended {
-            return Err(ended());
-        }
-        let mut limit = Limit::after(timeout);
-        loop {
-            if let Some(number) = self.returned.pop_front() {
-                return Ok(BufferId { session: self.session, number });
+        let lent = state.desk.ledger.lend(size).or_else(|shortage| {
+            if shortage == Shortage::Loans {
+                return Err(shortage);
             }
-            self.receive_one(&mut limit, "for a buffer to be given back")?;
+            self.hub.drain(state);
+            state.desk.ledger.lend(size)
+        });
+        lent.ok().map(|slot| Loan::new(&self.hub, slot, state.desk.ledger.range(slot)))
+    }
+
+    fn fixed_size(&self) -> Result<u64> {
+        self.hub
+            .options
+            .size
+            .ok_or_else(|| misuse("the sizes of this publisher's buffers vary: name the size of the loan"))
+    }
+
+    fn check_size(&self, size: u64) -> Result<()> {
+        self.hub.creator.check()?;
+        let most = self.hub.options.size.unwrap_or(self.hub.options.room);
+        match size {
+            0 => Err(misuse("a buffer has at least 1 byte")),
+            size if size > most => {
+                Err(misuse(format!("a buffer of {size} bytes exceeds the {most} bytes of this publisher")))
+            }
+            _ => Ok(()),
         }
     }
 
-    /// Whether a buffer is out, according to the messages read so far. `false` for a buffer of another session.
-    pub fn is_out(&self, id: BufferId) -> bool {
-        id.session == self.session && self.buffers.get(&id.number).is_some_and(|buffer| buffer.out)
+    /// Removes the oldest event. Does not block. Events that the program does not remove are dropped beyond the last 1024.
+    pub fn event(&self) -> Option<Event> {
+        self.hub.creator.is_current().then(|| self.hub.event()).flatten()
     }
 
-    /// Removes a buffer from the stream. Returns when the consumer has closed it. If the buffer is out, the consumer closes it when it
-    /// gives the buffer back. Blocks up to the timeout.
+    /// The use of the pool now. Reads what subscribers have sent. Does not block.
+    pub fn stats(&self) -> PublisherStats {
+        let state = &mut *self.hub.lock();
+        self.hub.drain(state);
+        self.hub.settle(state);
+        Self::stats_of(state)
+    }
+
+    fn stats_of(state: &State) -> PublisherStats {
+        let ledger = &state.desk.ledger;
+        PublisherStats { published: ledger.published(), free: ledger.free(), subscribers: Hub::usage(state) }
+    }
+
+    /// Ends the subscription of a subscriber, by its number in an event or in [`Publisher::stats`]. Its buffers remain out of use until
+    /// it gives them back or its process exits. Returns false if there is no such subscriber. Does not block.
+    pub fn evict(&self, id: u64) -> bool {
+        let state = &mut *self.hub.lock();
+        let member = state.members.get_mut(&id).filter(|member| member.is_subscribed());
+        let is_there = member.is_some();
+        if let Some(member) = member {
+            let reason = mismatch(ErrorCode::Timeout, "the publisher has ended this subscription");
+            member.evict(&reason, &mut state.desk, &self.hub);
+        }
+        self.hub.settle(state);
+        is_there
+    }
+
+    /// Identifies this publisher's run. A publisher that takes its place has another epoch.
+    pub fn epoch(&self) -> u64 {
+        self.hub.epoch
+    }
+
+    /// The pool.
+    pub fn memory(&self) -> &Arc<Shared> {
+        &self.hub.memory
+    }
+
+    /// Completes the stream: no more buffers can be published, and each subscriber receives
+    /// [`Received::Ended`](super::Received::Ended) behind the buffers that wait for it. Waits until all subscribers have received and
+    /// given back everything, at most this long, and returns the use of the pool at that time.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for an unknown buffer; [`PeerError::Timeout`] if the consumer has not closed it within the timeout:
-    /// call again to continue the wait; session errors, which are fatal.
-    pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
-        let buffer = self.buffer(id)?;
-        if !buffer.withdrawn {
-            buffer.withdrawn = true;
-            let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.number }), &[]);
-            self.guard(sent)?;
+    /// [`Error::Interrupted`]; [`Error::System`]. Subscribers then see a crash.
+    pub fn finish(self, limit: Duration) -> Result<PublisherStats> {
+        let hub = &self.hub;
+        hub.creator.check()?;
+        {
+            let state = &mut *hub.lock();
+            hub.stop_listening(state);
+            state.desk.is_finished = true;
         }
-        // `take_back` no longer returns it.
-        self.returned.retain(|returned| *returned != id.number);
-        let mut limit = Limit::after(self.timeout);
-        while self.buffer(id)?.held {
-            self.receive_one(&mut limit, "for the consumer to close a buffer")?;
+        hub.wait(limit, |state| {
+            hub.drain(state);
+            let desk = &state.desk;
+            let is_done = |id, stage: &Stage| match stage {
+                Stage::Active => false,
+                Stage::Complete => desk.ledger.holds(id).0 == 0,
+                _ => true,
+            };
+            Ok(state.members.values().all(|member| is_done(member.id, &member.stage)).then_some(()))
+        })?;
+        let state = &mut *hub.lock();
+        // What still waits is lost, but this is no crash.
+        for member in state.members.values_mut().filter(|member| matches!(member.stage, Stage::Active)) {
+            member.complete(&mut state.desk);
         }
-        self.buffers.remove(&id.number);
-        Ok(())
-    }
-
-    /// Ends the session. [`Publisher`] documents how long this may block.
-    pub fn close(self) {}
-
-    fn buffer(&mut self, id: BufferId) -> Result<&mut Buffer> {
-        if self.ended {
-            return Err(ended());
-        }
-        if id.session != self.session {
-            return Err(misuse(format!("buffer {id} belongs to another session")));
-        }
-        self.buffers.get_mut(&id.number).ok_or_else(|| misuse(format!("there is no buffer {id} in this stream")))
-    }
-
-    /// Returns a buffer that can be published.
-    fn idle(&mut self, id: BufferId) -> Result<&mut Buffer> {
-        let buffer = self.buffer(id)?;
-        if buffer.withdrawn {
-            return Err(misuse(format!("buffer {id} is being withdrawn")));
-        }
-        if buffer.out {
-            return Err(misuse(format!("buffer {id} is out: the consumer has not given it back")));
-        }
-        Ok(buffer)
-    }
-
-    /// Receives and handles one message. A timeout is not fatal.
-    fn receive_one(&mut self, limit: &mut Limit, purpose: &'static str) -> Result<()> {
-        let Some(deadline) = limit.next() else {
-            return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
-        };
-        let handled = match self.link.receive_by(deadline, purpose) {
-            Err(timeout @ Error::Peer(PeerError::Timeout { .. })) => return Err(timeout),
-            received => received.and_then(|(message, _)| self.handle(message)),
-        };
-        self.guard(handled)
-    }
-
-    fn handle(&mut self, message: Message) -> Result<()> {
-        match message {
-            Message::Busy(_) => Ok(()),
-            Message::Done(BufferTurn { buffer: number, generation }) => match self.buffers.get_mut(&number) {
-                Some(buffer) if buffer.out && buffer.generation == generation => {
-                    buffer.out = false;
-                    if !buffer.withdrawn {
-                        self.returned.push_back(number);
-                    }
-                    Ok(())
-                }
-                _ => {
-                    Err(violation(format!("generation {generation} of buffer {number} is given back, but is not out")))
-                }
-            },
-            Message::Gone(BufferNumber { buffer: number }) => match self.buffers.get_mut(&number) {
-                Some(buffer) if buffer.held && !buffer.out => {
-                    buffer.held = false;
-                    Ok(())
-                }
-                _ => Err(violation(format!("buffer {number} is closed, but was not open or is out"))),
-            },
-            other => Err(unexpected(&other, "done or gone")),
-        }
-    }
-
-    /// Passes a result through. If it is an error, reports it to the consumer and closes the session.
-    fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|error| {
-            self.ended = true;
-            self.link.report(error);
-            self.link.channel.shut_down_writing();
-        })
+        Ok(Self::stats_of(state))
     }
 }
 
 impl AsFd for Publisher {
-    /// Readable when the consumer has sent a message or is gone. Call [`Publisher::try_take_back`] then.
+    /// Readable when a buffer may be free or an event waits. Call [`Publisher::event`] until it returns `None`, then
+    /// [`Publisher::try_loan`]: they read what subscribers have sent.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.link.channel.as_fd()
+        self.hub.watched().as_fd()
     }
 }
 
 impl Drop for Publisher {
     fn drop(&mut self) {
-        if !self.ended {
-            self.link.channel.restart_close_timeout();
-        }
-        self.link.channel.shut_down_writing();
-        let borrowed = || self.buffers.values().filter(|buffer| buffer.is_borrowed());
-        if borrowed().next().is_some() && !self.link.channel.wait_for_close(self.timeout) {
-            // The consumer is silent with the memory open: freed memory could be read.
-            tracing::warn!("a consumer did not close memory within the timeout: the memory stays allocated");
-            borrowed().for_each(|buffer| buffer.memory.abandon());
+        if self.hub.creator.is_current() {
+            self.hub.close();
         }
     }
-}
-
-fn fds(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
-    chunks.iter().map(|chunk| chunk.as_fd()).collect()
-}
-
-/// A publication, with the segments in the same record.
-fn ready(buffer: u64, generation: u64, chunks: &[Arc<Chunk>]) -> Message {
-    let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
-    Message::Ready(Ready { buffer, generation, sizes })
-}
-
-/// The records for the segments after the first record. Their numbers start at `first`.
-fn records(chunks: &[Arc<Chunk>], mut first: u64) -> Vec<Record> {
-    let mut records = Vec::new();
-    for chunks in chunks.chunks(MAX_FDS) {
-        let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
-        records.push(Record { message: Message::Segments(Segments { first, sizes }), chunks: chunks.to_vec() });
-        first += chunks.len() as u64;
-    }
-    records
 }

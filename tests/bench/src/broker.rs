@@ -74,7 +74,7 @@ fn compare(run: &mut Run<'_>) -> Result<()> {
 }
 
 fn gets(run: &mut Run<'_>, pair: &mut Pair, client: &Client, size: u64, segments: u64) -> Result<()> {
-    pair.prepare(size, segments, &[Way::Floor])?;
+    pair.prepare(size, segments, &[Way::Floor, Way::Fresh])?;
     put(client, PLAIN, pair.shared()?, 0)?;
     let names = ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get"];
     let rows = run.turns(&format!("getting {}", about(size)), &names, usize::MAX, |row| match row {

@@ -10,11 +10,16 @@ use std::{
 use serde_json::{Value, json};
 use vmmfd::{
     broker::{Client, Get, Object, Prepared},
+    channel::{Cancel, Channel},
     driver::Access,
-    error::{Error, PeerError, RefusalCode, Result},
+    error::{Error, RefusalCode, Result},
     internals::{Handle, Location, PoolHandle},
-    memory::Device,
-    session::{Config, stream::Subscriber},
+    memory::{Description, Device, Imported, Region},
+    session::{
+        Config,
+        stream::{Received, SubscribeOptions, Subscriber},
+    },
+    wire::Message,
 };
 use vmmfd_cli::{
     child::line_to_parent,
@@ -27,9 +32,6 @@ use crate::{
     process::{Failure, Request, Task, Way, not_prepared, now, open_device, until_asleep, us},
     report::Machine,
 };
-
-/// The number of buffers that a subscriber keeps: a new one, and a held one.
-const KEEP: usize = 2;
 
 /// Two objects that take turns at the same addresses.
 pub(crate) const OBJECTS: [&str; 2] = ["bench/switch-1", "bench/switch-2"];
@@ -49,6 +51,8 @@ pub(crate) fn run_task(task: Value) -> Result<()> {
         task,
         config,
         device,
+        channel: None,
+        description: None,
         subscriber: None,
         pool: None,
         client: None,
@@ -70,6 +74,8 @@ struct Taker {
     task: Task,
     config: Config,
     device: Option<Device>,
+    channel: Option<Channel>,
+    description: Option<Description>,
     subscriber: Option<Subscriber>,
     pool: Option<PoolHandle>,
     client: Option<Client>,
@@ -170,10 +176,15 @@ impl Taker {
         let mut time = 0;
         match request {
             Request::Machine => return Ok(json!(Machine::of(self.device()?)?)),
-            Request::Session => {
+            Request::Channel => {
+                self.channel = Some(Channel::new(fd()?, self.config.timeout, &Cancel::new()?)?);
+            }
+            Request::Describe { memory } => self.description = Some((*memory).try_into()?),
+            Request::Subscribe => {
                 let device = Some(self.task.device.parse().unwrap_or_default());
                 let driver = self.device()?.driver();
-                self.subscriber = Some(Subscriber::over(fd()?, driver, device, KEEP, &self.config)?);
+                let options = SubscribeOptions::default();
+                self.subscriber = Some(Subscriber::over(fd()?, driver, device, &options, &self.config)?);
             }
             Request::Pool => {
                 self.destroy_pool()?;
@@ -182,10 +193,6 @@ impl Taker {
             Request::Take { way, size } => {
                 self.ready()?;
                 time = self.take(way, size)?;
-            }
-            Request::Release => {
-                self.ready()?;
-                self.release()?;
             }
             Request::Wake { size } => time = self.wake(size)?,
             Request::Receive => {
@@ -202,6 +209,7 @@ impl Taker {
                 time = self.switching.as_mut().ok_or_else(not_prepared)?.switch(bare)?;
             }
             Request::Close => {
+                (self.subscriber, self.description) = (None, None);
                 self.switching.take().map_or(Ok(()), Switching::close)?;
                 self.destroy_pool()?;
             }
@@ -243,8 +251,10 @@ impl Taker {
 
     /// The consumer's half of a handoff. Returns the time at which the memory was usable.
     fn take(&mut self, way: Way, size: u64) -> Result<u64> {
-        if way.is_stream() {
-            return self.take_turn(size);
+        match way {
+            Way::Fresh | Way::Described => return self.open(way),
+            Way::Again => return self.receive(size),
+            _ => {}
         }
         let mut bytes = [0; 65];
         let fds = self.line.receive_bare(&mut bytes)?.fds;
@@ -276,32 +286,31 @@ impl Taker {
         Ok(at)
     }
 
-    /// Takes a turn of the stream.
-    fn take_turn(&mut self, size: u64) -> Result<u64> {
-        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
-        let received = subscriber.receive()?;
-        let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
-        let at = now().saturating_sub(since);
-        if received.mapped_size() < size {
-            return Err(not_prepared());
+    /// Opens memory by the library's records.
+    fn open(&mut self, way: Way) -> Result<u64> {
+        let channel = self.channel.as_mut().ok_or_else(not_prepared)?;
+        if way == Way::Described {
+            let (Message::Offer(offer), _) = channel.receive("for an offer")? else { return Err(not_prepared()) };
+            self.description = Some(offer.memory.try_into()?);
         }
-        subscriber.give_back(received)?;
+        let (Message::Segments(segments), fds) = channel.receive("for segments")? else { return Err(not_prepared()) };
+        let device = self.device.as_ref().ok_or_else(not_prepared)?;
+        let description = self.description.as_ref().ok_or_else(not_prepared)?;
+        let memory = Imported::open(device, description, &segments.sizes, fds, Access::ReadWrite)?;
+        let at = now();
+        drop(memory);
         Ok(at)
     }
 
-    /// Waits until the session withdraws a buffer.
-    fn release(&mut self) -> Result<()> {
-        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
-        let before = subscriber.held();
-        let deadline = Instant::now() + self.config.timeout;
-        while subscriber.held() == before && subscriber.try_receive()?.is_none() {
-            if Instant::now() > deadline {
-                let purpose = "for the session to withdraw a buffer";
-                return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.config.timeout }));
-            }
-            thread::yield_now();
+    /// Receives a buffer of the stream, and gives it back.
+    fn receive(&self, size: u64) -> Result<u64> {
+        let subscriber = self.subscriber.as_ref().ok_or_else(not_prepared)?;
+        let received = subscriber.receive(self.config.timeout)?;
+        let at = now();
+        match received {
+            Received::Sample(sample) if sample.size() >= size => Ok(at),
+            _ => Err(not_prepared()),
         }
-        Ok(())
     }
 
     fn wake(&mut self, size: u64) -> Result<u64> {

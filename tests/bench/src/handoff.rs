@@ -4,6 +4,7 @@ use std::{
     mem,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
+    thread,
 };
 
 use vmmfd::{
@@ -12,7 +13,11 @@ use vmmfd::{
     error::Result,
     internals::Handle,
     memory::{Chunk, Device, MOST_OF_A_POOL, Pointer, Region, Shared, Spec},
-    session::stream::{BufferId, Publisher},
+    session::{
+        Config,
+        stream::{PublishOptions, Publisher},
+    },
+    wire::{self, DEFAULT_OBJECT, Message, Offer, Segments},
 };
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
@@ -21,6 +26,9 @@ use crate::{
     report::{About, Group},
     run::{Named, Run},
 };
+
+/// The buffers of a stream beyond those that the consumers hold: a loan, and the last.
+const COPIES: usize = 2;
 
 /// Memory at the producer, of one size.
 #[derive(Default)]
@@ -49,13 +57,28 @@ impl Memory {
                 line.send_bare(&found.ok_or_else(not_prepared)?.2.0, &[])
             }
             Way::Record => line.send_bare(&[0], &[]),
-            Way::Described | Way::Fresh | Way::Again => {
+            Way::Described | Way::Fresh => {
                 if way == Way::Described {
-                    to.describe(self)?;
+                    to.channel.send(&Message::Offer(Box::new(self.offer()?)), &[])?;
                 }
-                to.publisher.announce(to.buffer.ok_or_else(not_prepared)?).map(drop)
+                let sizes = self.chunks.iter().map(|chunk| chunk.size()).collect();
+                to.channel.send(&Message::Segments(Segments { first: 0, sizes }), &descriptors(&self.chunks))
             }
+            // One publication is for all consumers.
+            Way::Again => Ok(()),
         }
+    }
+
+    fn offer(&self) -> Result<Offer> {
+        let shared = self.shared.as_ref().ok_or_else(not_prepared)?;
+        Ok(Offer {
+            object: DEFAULT_OBJECT.to_owned(),
+            memory: (&shared.describe()?).into(),
+            array: None,
+            access: Access::ReadWrite,
+            part: shared.chunks(0..shared.size())?.map(|(part, _)| part),
+            check: None,
+        })
     }
 }
 
@@ -68,27 +91,10 @@ pub(crate) fn descriptors(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
     chunks.iter().map(|chunk| chunk.as_fd()).collect()
 }
 
-/// A consumer process and the stream to it.
+/// A consumer process, and the channel of the library's records.
 struct Consumer {
     peer: Peer,
-    publisher: Publisher,
-    /// The buffer in the stream, of one handoff or of all [`Way::Again`].
-    buffer: Option<BufferId>,
-}
-
-impl Consumer {
-    fn describe(&mut self, memory: &Memory) -> Result<()> {
-        let shared = memory.shared.as_ref().ok_or_else(not_prepared)?;
-        self.buffer = Some(self.publisher.add(shared, None, Access::ReadWrite)?);
-        Ok(())
-    }
-
-    fn withdraw(&mut self) -> Result<()> {
-        let Some(buffer) = self.buffer.take() else { return Ok(()) };
-        self.peer.call(&Request::Release, &[])?;
-        self.publisher.withdraw(buffer)?;
-        self.peer.receive::<u64>().map(drop)
-    }
+    channel: Channel,
 }
 
 /// The producer and its consumers.
@@ -96,6 +102,9 @@ pub(crate) struct Pair {
     pub(crate) device: Device,
     consumers: Vec<Consumer>,
     memory: Memory,
+    /// To all consumers, with [`Way::Again`].
+    publisher: Option<Publisher>,
+    config: Config,
     size: u64,
 }
 
@@ -108,14 +117,14 @@ impl Pair {
         let connect = |peer: Peer| {
             peer.receive::<u64>()?;
             let (own, other) = Channel::socket_pair()?;
-            peer.send(&Request::Session, &[other.as_fd()])?;
-            let publisher = Publisher::over(own, device.driver(), &run.config());
-            // The consumer's own error is better than a closed connection.
+            peer.send(&Request::Channel, &[other.as_fd()])?;
             peer.receive::<u64>()?;
-            Ok(Consumer { peer, publisher: publisher?, buffer: None })
+            let channel = Channel::new(own, run.options.timeout, run.cancel)?;
+            Ok(Consumer { peer, channel })
         };
         let consumers = peers.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
-        Ok(Self { device, consumers, memory: Memory::default(), size: 0 })
+        let (memory, publisher, config) = (Memory::default(), None, run.config());
+        Ok(Self { device, consumers, memory, publisher, config, size: 0 })
     }
 
     /// Creates memory for these ways.
@@ -135,6 +144,7 @@ impl Pair {
                     let pointer = shared.describe()?.pointer().ok_or_else(not_prepared)?;
                     memory.pointers.push((way, shared, pointer));
                 }
+                Way::Again | Way::Record => {}
                 _ if memory.shared.is_some() => {}
                 _ => {
                     let spec = Spec::vmm(size);
@@ -145,21 +155,41 @@ impl Pair {
                 }
             }
         }
-        if ways.contains(&Way::Again) {
-            for consumer in &mut self.consumers {
-                consumer.describe(&self.memory)?;
+        if ways.contains(&Way::Fresh) {
+            let memory = wire::Memory::from(&self.shared()?.describe()?);
+            for consumer in &self.consumers {
+                consumer.peer.call(&Request::Describe { memory: Box::new(memory.clone()) }, &[])?;
             }
-            self.hand_over(Way::Again)?;
+        }
+        if ways.contains(&Way::Again) {
+            self.publish(size)?;
         }
         Ok(())
+    }
+
+    /// Creates a stream, and lets all consumers join it.
+    fn publish(&mut self, size: u64) -> Result<()> {
+        let options = PublishOptions::fixed(size, COPIES + self.consumers.len());
+        let publisher = Publisher::create(&self.device, &options, &self.config)?;
+        for consumer in &self.consumers {
+            let (own, other) = Channel::socket_pair()?;
+            publisher.admit(own)?;
+            consumer.peer.send(&Request::Subscribe, &[other.as_fd()])?;
+            consumer.peer.receive::<u64>()?;
+        }
+        while publisher.stats().subscribers.len() < self.consumers.len() {
+            thread::yield_now();
+        }
+        self.publisher = Some(publisher);
+        self.hand_over(Way::Again).map(drop)
     }
 
     /// Frees the memory, at the consumers too.
     pub(crate) fn clear(&mut self) -> Result<()> {
         for consumer in &mut self.consumers {
             consumer.peer.call(&Request::Close, &[])?;
-            consumer.withdraw()?;
         }
+        self.publisher = None;
         let memory = mem::take(&mut self.memory);
         memory.unshared.map_or(Ok(()), |created| self.device.verbs().release(created))
     }
@@ -175,24 +205,22 @@ impl Pair {
 
     /// Hands over to all consumers at once. Returns the microseconds until the last has the memory.
     pub(crate) fn hand_over(&mut self, way: Way) -> Result<f64> {
-        for consumer in &mut self.consumers {
-            if way == Way::Fresh {
-                consumer.describe(&self.memory)?;
-            }
+        for consumer in &self.consumers {
             consumer.peer.call(&Request::Take { way, size: self.size }, &[])?;
         }
+        let loan = match &self.publisher {
+            Some(publisher) if way == Way::Again => publisher.try_loan()?,
+            _ => None,
+        };
         until_asleep();
         let begun = now();
+        if way == Way::Again {
+            loan.ok_or_else(not_prepared)?.announce(&[])?;
+        }
         self.consumers.iter_mut().try_for_each(|consumer| self.memory.give(&self.device, way, consumer))?;
         let mut last = 0_u64;
-        for consumer in &mut self.consumers {
+        for consumer in &self.consumers {
             last = last.max(consumer.peer.receive()?);
-            if way.is_stream() {
-                consumer.publisher.take_back()?;
-            }
-        }
-        if matches!(way, Way::Fresh | Way::Described) {
-            self.consumers.iter_mut().try_for_each(Consumer::withdraw)?;
         }
         Ok(last.saturating_sub(begun) as f64 / 1e3)
     }
@@ -224,7 +252,8 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
     numbers.dedup();
     for consumers in numbers {
         let mut pair = Pair::start(run, consumers)?;
-        for size in run.sizes(&pair.device, 1)? {
+        let copies = if run.group == Group::Repeat { COPIES as u64 + u64::from(consumers) } else { 1 };
+        for size in run.sizes(&pair.device, copies)? {
             let mut alone = Vec::new();
             let mut ways = vec![Way::Record, Way::Again];
             if run.group == Group::Handoff {

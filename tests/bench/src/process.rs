@@ -23,6 +23,7 @@ use vmmfd::{
     error::{Error, ProtocolError, Result},
     internals::{Location, Properties, wait},
     memory::Device,
+    wire::Memory,
 };
 use vmmfd_cli::{
     child::{Process, ProcessEnd, command, start},
@@ -48,7 +49,7 @@ pub(crate) struct Task {
 pub(crate) enum Way {
     /// The driver's calls and a socket. The same descriptors are sent each time.
     Floor,
-    /// A stream of this library. The consumer has the description, but not the buffer.
+    /// The library's records and checks. The consumer has the description, but not the buffer.
     Fresh,
     /// Like `Fresh`, with the description sent each time.
     Described,
@@ -75,10 +76,6 @@ impl Way {
             Self::Record => "record",
         }
     }
-
-    pub(crate) fn is_stream(self) -> bool {
-        matches!(self, Self::Fresh | Self::Described | Self::Again)
-    }
 }
 
 /// A request to another process. The answer is a number, unless stated otherwise: a time or a duration in nanoseconds, or 0.
@@ -86,14 +83,16 @@ impl Way {
 pub(crate) enum Request {
     /// Answer the machine and the device.
     Machine,
-    /// Subscribe to the session over the record's descriptor.
-    Session,
+    /// Use the record's descriptor for the library's records.
+    Channel,
+    /// Answer, then subscribe to the stream over the record's descriptor.
+    Subscribe,
+    /// Keep this description of the memory of [`Way::Fresh`].
+    Describe { memory: Box<Memory> },
     /// Import the pool of the record's descriptor.
     Pool,
     /// Answer, then take the next handoff. Answer the time at which the memory was usable.
     Take { way: Way, size: u64 },
-    /// Answer, then let the session withdraw a buffer.
-    Release,
     /// Wake the bench, which sleeps until then, and map the memory that it sends.
     Wake { size: u64 },
     /// Answer, then receive a record and close its descriptors.

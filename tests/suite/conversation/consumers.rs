@@ -55,7 +55,6 @@ fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
         access: Access::ReadOnly,
         part: Some(Run { first: 0, segments: 1, offset: 0, size: memory.size() }),
         check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
-        buffer: None,
     };
     (offer, memory)
 }

@@ -1,14 +1,9 @@
-//! Streams that reuse buffers over one connection, and publishers and subscribers against peers that exit, stall or lie.
+//! Streams: publishers and subscribers in one process, in processes that are stopped and killed, and against peers that lie.
 
 use std::{
-    env,
-    os::fd::{AsFd, BorrowedFd},
-    path::PathBuf,
-    process::Command,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -16,255 +11,126 @@ use std::{
 use tempfile::TempDir;
 use vmmfd::{
     Error, Result,
-    array::{ArrayDescriptor, ElementType, Order},
-    channel::{Cancel, CancelReason, Channel, Listener},
-    driver::{Access::ReadOnly, Access::ReadWrite},
-    error::{MemoryError, PeerError},
-    memory::{Device, Pool, Region, Shared, Spec},
+    error::{ErrorCode, PeerError},
+    memory::Region,
     session::{
         Config,
-        stream::{BufferId, Publisher, Received, Subscriber},
-    },
-    wire::{
-        self, BufferNumber, BufferTurn, Busy, ErrorCode, Hello, MAX_FDS, Message, Offer, PoolNumber, Ready, Subscribe,
+        stream::{Event, Policy, PublishOptions, Published, Publisher, Received, Sample, SubscribeOptions, Subscriber},
     },
 };
 
-use crate::{
-    conversation::{PATIENCE, accepted, answer, dial, listening, request, told},
-    support::{Fault, Inode, Kind, Subject, in_child, sealing},
-};
+use crate::support::Subject;
 
-mod borrowed;
-mod by_hand;
-mod ends;
-mod turns;
+mod abuse;
+mod formats;
+mod peers;
+mod policies;
+mod waits;
 
-/// A listener with its folder and configuration.
-struct Place {
-    folder: TempDir,
-    listener: Listener,
-    config: Config,
-    /// Cancels the waits of publisher and subscriber.
-    cancel: Cancel,
+/// The limit of waits that end earlier.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A limit that a test waits for.
+const SHORT: Duration = Duration::from_millis(50);
+
+/// A publisher at a socket.
+struct Stage {
+    _folder: TempDir,
+    path: PathBuf,
+    publisher: Publisher,
 }
 
-impl Place {
-    fn new() -> Self {
-        Self::with_timeout(PATIENCE)
-    }
-
-    fn with_timeout(timeout: Duration) -> Self {
+impl Stage {
+    fn new(subject: &Subject, options: &PublishOptions) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let cancel = Cancel::new().unwrap();
-        let config = Config::default().timeout(timeout).cancel(&cancel);
-        let listener = Listener::bind(&folder.path().join("s"), &Config::default().timeout(PATIENCE)).unwrap();
-        Self { folder, listener, config, cancel }
+        let path = folder.path().join("s");
+        let publisher = Publisher::create(&subject.device(), options, &Config::default().timeout(LIMIT)).unwrap();
+        publisher.listen(&path).unwrap();
+        Self { _folder: folder, path, publisher }
     }
 
-    fn path(&self) -> PathBuf {
-        self.folder.path().join("s")
+    /// Buffers of 16 bytes.
+    fn fixed(subject: &Subject, count: usize) -> Self {
+        Self::new(subject, &PublishOptions::fixed(16, count))
     }
 
-    fn subscribe(&self, subject: &Subject, keep: usize) -> Result<Subscriber> {
-        Subscriber::connect(&subject.driver, None, &self.path(), keep, &self.config)
+    fn join(&self, subject: &Subject, options: SubscribeOptions) -> Subscriber {
+        let subscriber = subscribe(subject, &self.path, &options).unwrap();
+        self.until(|event| matches!(event, Event::Joined(_)));
+        subscriber
     }
 
-    fn accept(&self, subject: &Subject) -> Result<Publisher> {
-        Publisher::accept(&self.listener, &subject.driver, &self.config)
+    /// Removes events until one fits.
+    #[track_caller]
+    fn until(&self, fits: impl Fn(&Event) -> bool) {
+        let found = || std::iter::from_fn(|| self.publisher.event()).any(|event| fits(&event));
+        eventually("an event", found);
     }
 
-    /// Connects a publisher and a subscriber. On a busy machine, the timeout of a test may be too short for it.
-    fn meet(&self, subject: &Subject, keep: usize) -> (Publisher, Subscriber) {
-        let begun = Instant::now();
-        loop {
-            let met = thread::scope(|scope| {
-                let subscriber = scope.spawn(|| self.subscribe(subject, keep));
-                (self.accept(subject), subscriber.join().unwrap())
-            });
-            match met {
-                (Ok(publisher), Ok(subscriber)) => return (publisher, subscriber),
-                met => assert!(begun.elapsed() < PATIENCE, "{met:?}"),
-            }
-        }
+    fn publish(&self, byte: u8) -> Published {
+        publish(&self.publisher, byte)
     }
 
-    /// Connects a publisher and a scripted consumer.
-    fn by_hand(&self, subject: &Subject) -> (Publisher, Channel) {
-        let mut channel = dial(&self.path());
-        channel.send(&greeting(subject), &[]).unwrap();
-        channel.send(&Message::Subscribe(Subscribe { keep: 3 }), &[]).unwrap();
-        let publisher = self.accept(subject).unwrap();
-        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
-        assert_eq!(theirs.capabilities, ["stream"]);
-        (publisher, channel)
+    fn publish_all(&self, mut bytes: RangeInclusive<u8>) {
+        bytes.all(|byte| self.publish(byte).number > 0);
+    }
+
+    #[track_caller]
+    fn until_free(&self, free: u64) {
+        eventually("free buffers", || self.publisher.stats().free == free);
     }
 }
 
-/// A timeout that a test waits for. It is longer on a GPU, as other tests use the same GPU.
-fn moment(subject: &Subject, milliseconds: u64) -> Duration {
-    Duration::from_millis(if subject.kind == Kind::Cuda { milliseconds + 2000 } else { milliseconds })
+fn subscribe(subject: &Subject, path: &Path, options: &SubscribeOptions) -> Result<Subscriber> {
+    Subscriber::connect(&subject.driver, None, path, options, &Config::default().timeout(LIMIT))
 }
 
-fn greeting(subject: &Subject) -> Message {
-    hello(&subject.driver.backend().to_string(), &[wire::STREAM])
+fn publish(publisher: &Publisher, byte: u8) -> Published {
+    let loan = publisher.loan(LIMIT).unwrap();
+    loan.copy_in(0, &[byte; 16]).unwrap();
+    loan.publish(&[byte]).unwrap()
 }
 
-fn hello(backend: &str, capabilities: &[&str]) -> Message {
-    let capabilities = capabilities.iter().map(ToString::to_string).collect();
-    Message::Hello(Hello { version: 1, capabilities, backend: backend.to_owned(), pid: 1, timeout_ms: 20_000 })
-}
-
-fn memory(subject: &Subject, size: u64) -> Arc<Shared> {
-    Arc::new(Shared::create(&subject.device(), Spec::vmm(size)).unwrap())
-}
-
-/// Adds `count` buffers to a publisher, each with its memory.
-fn buffers(subject: &Subject, publisher: &mut Publisher, count: usize) -> Vec<(BufferId, Arc<Shared>)> {
-    let mut add = |memory| (publisher.add(&memory, None, ReadWrite).unwrap(), memory);
-    (0..count).map(|_| add(memory(subject, 100))).collect()
-}
-
-/// Connects a publisher and a subscriber, and adds `count` buffers.
-fn stream(subject: &Subject, keep: usize, count: usize) -> (Publisher, Subscriber, Vec<BufferId>) {
-    let (mut publisher, subscriber) = Place::new().meet(subject, keep);
-    let ids = buffers(subject, &mut publisher, count).into_iter().map(|(id, _)| id).collect();
-    (publisher, subscriber, ids)
-}
-
-/// Publishes a buffer and receives it.
+/// Receives a buffer whose bytes are all like its first user byte.
 #[track_caller]
-fn hand_over(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) -> Received {
-    let (published, received) = thread::scope(|scope| {
-        let published = scope.spawn(|| publisher.publish(id));
-        let received = subscriber.receive();
-        (published.join().unwrap(), received)
-    });
-    let received = received.unwrap();
-    assert_eq!((published.unwrap(), id.number()), (received.generation(), received.id().number()));
-    received
+fn take(subscriber: &Subscriber) -> Sample {
+    let sample = subscriber.receive(LIMIT).unwrap().sample().expect("a buffer");
+    let mut bytes = [0; 16];
+    sample.copy_out(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [sample.user()[0]; 16], "publication {} is torn", sample.number());
+    sample
 }
 
-/// Runs one turn of a buffer.
 #[track_caller]
-fn turn(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) {
-    let received = hand_over(publisher, subscriber, id);
-    subscriber.give_back(received).unwrap();
-    assert_eq!(publisher.take_back().unwrap(), id);
+fn numbers(subscriber: &Subscriber, count: usize) -> Vec<(u64, u64)> {
+    (0..count).map(|_| take(subscriber)).map(|sample| (sample.number(), sample.skipped_before())).collect()
 }
 
-/// Polls the consumer until it holds only `count` buffers.
 #[track_caller]
-fn until_held(subscriber: &mut Subscriber, count: usize) {
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
-    while subscriber.held() > count {
-        assert!(subscriber.try_receive().unwrap().is_none() && begun.elapsed() < PATIENCE);
+    while !holds() {
+        assert!(begun.elapsed() < LIMIT, "no {what} within {LIMIT:?}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-fn read<const LENGTH: usize>(region: &dyn Region, offset: u64) -> [u8; LENGTH] {
-    let mut bytes = [0xEE; LENGTH];
-    region.copy_out(offset, &mut bytes).unwrap();
-    bytes
+#[track_caller]
+fn reported<T: std::fmt::Debug>(result: Result<T>, want: ErrorCode) -> String {
+    match result {
+        Err(Error::Peer(PeerError::Reported { code, message })) if code == want => message,
+        other => panic!("{other:?}, not the code {want}"),
+    }
 }
 
 #[track_caller]
-fn refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
+fn misused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
     match result {
         Err(Error::Misuse { problem }) if problem.contains(why) => {}
         other => panic!("{other:?} where `{why}` belongs"),
     }
 }
 
-/// A scripted producer and its subscriber, with a single buffer, number 4.
-struct Liar {
-    channel: Channel,
-    subscriber: Subscriber,
-    offer: Offer,
-    memory: Arc<Shared>,
-}
-
-impl Liar {
-    /// The memory has one segment.
-    fn new(subject: &Subject) -> Self {
-        Self::with(subject, Spec::vmm(100).into(), PATIENCE)
-    }
-
-    /// The memory has two segments. The first is sent with the turn.
-    fn of_two(subject: &Subject, timeout: Duration) -> Self {
-        let unit = subject.unit();
-        Self::with(subject, Spec::vmm(unit + 100).chunk(unit).into(), timeout)
-    }
-
-    fn with(subject: &Subject, spec: Spec, timeout: Duration) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("s");
-        let listener = listening(&path, 1);
-        let config = Config::default().timeout(timeout);
-        thread::scope(|scope| {
-            let subscriber = scope.spawn(|| Subscriber::connect(&subject.driver, None, &path, 2, &config).unwrap());
-            let mut channel = accepted(&listener);
-            let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
-            assert_eq!(theirs.capabilities, ["stream"]);
-            channel.send(&greeting(subject), &[]).unwrap();
-            assert_eq!(answer(&mut channel).0, Message::Subscribe(Subscribe { keep: 2 }));
-            let memory = Arc::new(Shared::create(&subject.device(), spec).unwrap());
-            let offer = Offer {
-                object: "default".into(),
-                memory: (&memory.describe().unwrap()).into(),
-                array: None,
-                access: ReadOnly,
-                part: memory.chunks(0..memory.size()).unwrap().map(|(part, _)| part),
-                check: None,
-                buffer: Some(4),
-            };
-            Self { channel, subscriber: subscriber.join().unwrap(), offer, memory }
-        })
-    }
-
-    fn offer(&mut self, offer: &Offer) {
-        self.channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
-    }
-
-    /// Starts a turn of this generation, and sends the first segment.
-    fn ready(&mut self, generation: u64) {
-        let (_, chunks) = self.memory.chunks(0..1).unwrap().unwrap();
-        let ready = Ready { buffer: 4, generation, sizes: vec![chunks[0].size()] };
-        self.channel.send(&Message::Ready(ready), &[chunks[0].as_fd()]).unwrap();
-    }
-
-    /// Offers the buffer and starts its first turn.
-    fn begin(&mut self) {
-        let offer = self.offer.clone();
-        self.offer(&offer);
-        self.ready(1);
-    }
-
-    fn lend(&mut self) -> Received {
-        self.begin();
-        let received = self.subscriber.receive().unwrap();
-        assert_eq!(answer(&mut self.channel).0, Message::Received(wire::Received { segments: 1 }));
-        received
-    }
-
-    /// Asserts that the subscriber rejects the message and reports the error to its peer.
-    #[track_caller]
-    fn found_out(mut self, what: &str) {
-        let found = self.subscriber.receive();
-        assert!(
-            matches!(found, Err(Error::Peer(PeerError::Protocol(_)) | Error::Peer(PeerError::Mismatch { .. }))),
-            "{what}: {found:?}"
-        );
-        assert_eq!(self.subscriber.held(), 0, "{what}");
-        refused(self.subscriber.receive(), "the session has ended");
-        loop {
-            match answer(&mut self.channel).0 {
-                // Responses to earlier turns.
-                Message::Done(_) | Message::Gone(_) | Message::Received(_) => {}
-                Message::Error(failure) => break assert_eq!(failure.code, ErrorCode::Protocol, "{what}"),
-                other => panic!("{what}: {other:?}"),
-            }
-        }
-    }
+fn is_timeout<T>(result: &Result<T>) -> bool {
+    matches!(result, Err(Error::Peer(PeerError::Timeout { .. } | PeerError::Starved { .. })))
 }

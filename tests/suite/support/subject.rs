@@ -89,12 +89,6 @@ impl Subject {
         }
     }
 
-    /// Ends the test without the check for released resources. Other tests may then use the GPU exclusively.
-    pub(crate) fn forget(mut self) {
-        self.turn = Turn::Free;
-        std::mem::forget(self);
-    }
-
     pub(crate) fn device(&self) -> Device {
         Device::find(&self.driver, Selector::Ordinal(0)).unwrap()
     }

@@ -8,7 +8,7 @@ fn tables_count_towards_quota() {
     let mut test = Fixture::with(quota, 10_000);
     let maker = test.client();
     for (length, fits) in [(200_000, false), (90_000, true)] {
-        let table = table::sealed(&json!({ "x": "x".repeat(length - 8) }).to_string()).unwrap();
+        let table = table::sealed(json!({ "x": "x".repeat(length - 8) }).to_string()).unwrap();
         let metadata = format!(r#", "metadata": {{"length": {length}}}"#);
         let seen = test.put_fds(maker, "a", &metadata, vec![table, memory()]);
         let expected = if fits { "published" } else { "refused" };

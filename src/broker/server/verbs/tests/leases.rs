@@ -92,7 +92,7 @@ fn late_stat_has_its_own_metadata() {
     drop(test.state.objects.take_garbage());
     let Some(Effect::Send { records, .. }) = seen.0.pop() else { panic!("no answer") };
     let own = records[0].own.as_ref().unwrap();
-    assert_eq!(table::read(own.try_clone().unwrap(), text.len() as u64, 1 << 20).unwrap(), text);
+    assert_eq!(table::read(own.try_clone().unwrap(), text.len() as u64, 1 << 20).unwrap(), text.as_bytes());
 }
 
 /// A late acknowledgement must not send the memory of another object.

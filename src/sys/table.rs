@@ -1,4 +1,4 @@
-//! Tables that do not fit a record: JSON text in sealed memfds.
+//! Tables that do not fit a record: bytes in sealed memfds.
 
 use std::{
     fs::File,
@@ -14,16 +14,16 @@ use nix::{
     sys::stat::fstat,
 };
 
-use crate::sys::memfd;
+use super::memfd;
 
 /// The seals of a table: no process can change it any more.
 const SEALS: SealFlag =
     SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_WRITE).union(SealFlag::F_SEAL_SEAL);
 
-/// Creates a sealed memfd with a text.
-pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
+/// Creates a sealed memfd with a table.
+pub(crate) fn sealed(table: impl AsRef<[u8]>) -> io::Result<OwnedFd> {
     let mut file = File::from(memfd::empty(c"vmmfd-table")?);
-    file.write_all(text.as_bytes())?;
+    file.write_all(table.as_ref())?;
     fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
     Ok(file.into())
 }
@@ -32,7 +32,7 @@ pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// One sentence that describes the problem.
-pub(super) fn check(fd: BorrowedFd<'_>, length: u64) -> Result<(), String> {
+pub(crate) fn check(fd: BorrowedFd<'_>, length: u64) -> Result<(), String> {
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
     match seals {
         Ok(seals) if seals.contains(SEALS) => {}
@@ -46,17 +46,16 @@ pub(super) fn check(fd: BorrowedFd<'_>, length: u64) -> Result<(), String> {
     }
 }
 
-/// Reads the text from a peer's memfd, which must be sealed and have exactly this length.
+/// Reads a peer's memfd, which must be sealed and have exactly this length.
 ///
 /// # Errors
 /// One sentence that describes the problem.
-pub(super) fn read(fd: OwnedFd, length: u64, max: u64) -> Result<String, String> {
+pub(crate) fn read(fd: OwnedFd, length: u64, max: u64) -> Result<Vec<u8>, String> {
     if length > max {
         return Err(format!("a table of {length} bytes is too long: at most {max} are allowed"));
     }
     check(fd.as_fd(), length)?;
     let mut bytes = vec![0; length as usize];
     let read = File::from(fd).read_exact_at(&mut bytes, 0);
-    read.map_err(|error| format!("the memfd of a table can't be read: {error}"))?;
-    String::from_utf8(bytes).map_err(|_| "a table is not UTF-8".to_owned())
+    read.map_err(|error| format!("the memfd of a table can't be read: {error}")).map(|()| bytes)
 }

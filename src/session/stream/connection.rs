@@ -1,0 +1,42 @@
+//! The identity of a peer: its process, and a descriptor that shows its exit.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::{
+    channel::{Peer, record::check_type},
+    error::Result,
+    sys::peer_pidfd,
+};
+
+/// A peer, as the kernel or the process that introduced it reports it.
+#[derive(Debug)]
+pub(crate) struct Identity {
+    pub(crate) peer: Peer,
+    /// Readable when the process has exited. `None` if the kernel can't provide it: then the close of the connection counts.
+    pub(crate) process: Option<OwnedFd>,
+}
+
+impl Identity {
+    /// The process that connected or listened.
+    ///
+    /// # Errors
+    /// [`Error::Socket`](crate::Error::Socket) if it is not a socket of type `SOCK_SEQPACKET`; [`Error::System`](crate::Error::System).
+    /// See `SO_PEERCRED` in unix(7).
+    pub(crate) fn of(socket: &impl AsFd) -> Result<Self> {
+        check_type(socket)?;
+        let peer = Peer::of(socket)?;
+        let process = peer_pidfd(socket.as_fd()).ok().or_else(|| open(peer));
+        Ok(Self { peer, process })
+    }
+
+    /// A process that has sent a record on the connection.
+    pub(crate) fn of_sender(peer: Peer) -> Self {
+        Self { peer, process: open(peer) }
+    }
+}
+
+fn open(peer: Peer) -> Option<OwnedFd> {
+    pidfd_open(Pid::from_raw(peer.pid)?, PidfdFlags::empty()).ok()
+}

@@ -1,0 +1,424 @@
+//! The state of a publisher, shared by its threads, its loans and the library's thread.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    os::fd::AsFd,
+    process,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::PollFlags,
+    sys::{
+        epoll::{Epoll, EpollEvent, EpollFlags},
+        eventfd::EventFd,
+    },
+};
+
+use super::{
+    core::{Core, Source, Token, epoll},
+    event::{Event, Usage},
+    format::FormatRecord,
+    ledger::{Ledger, Limits},
+    member::{Member, Stage},
+    options::PublishOptions,
+    space::padded,
+};
+use crate::{
+    channel::{Cancel, Config, Listener, cancel::CHECK_INTERVAL, deadline_after},
+    driver::{Access, Backend},
+    error::{Error, Result},
+    memory::{Chunk, Device, Region, Shared, Spec},
+    session::opening::Offer,
+    sys::{eventfd, fork::ProcessIdentity},
+    wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM, VERSION},
+};
+
+/// The most events that wait for the program. Beyond it, the oldest is dropped.
+const MAX_EVENTS: usize = 1024;
+
+/// How long a waiting thread polls before it sleeps: about the time of a wakeup.
+const SPIN: Duration = Duration::from_micros(20);
+
+/// A publisher's pool and its connections.
+#[derive(Debug)]
+pub(super) struct Hub {
+    pub(super) memory: Arc<Shared>,
+    pub(super) offer: Offer,
+    pub(super) chunks: Vec<Arc<Chunk>>,
+    pub(super) options: PublishOptions,
+    pub(super) config: Config,
+    pub(super) cancel: Cancel,
+    pub(super) epoch: u64,
+    pub(super) creator: ProcessIdentity,
+    pub(super) core: Arc<Core>,
+    /// Readable when a subscriber has sent a record, or `freed` was written.
+    pub(super) inbox: Epoll,
+    /// Wakes the thread that waits for a buffer.
+    freed: EventFd,
+    /// Readable while events wait.
+    news: EventFd,
+    /// Readable with `inbox` or `news`: for the program.
+    watch: Epoll,
+    state: Mutex<State>,
+    /// Wakes the threads that wait for their turn to wait.
+    turn: Condvar,
+    me: Weak<Hub>,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) members: BTreeMap<u64, Member>,
+    pub(super) next_id: u64,
+    /// With its token; none while it is paused.
+    pub(super) listener: Option<(Listener, Option<Token>)>,
+    paused_until: Option<Instant>,
+    pub(super) desk: Desk,
+    /// Whether a thread waits at the inbox.
+    is_awaited: bool,
+    /// Whether the last [`Hub::attempt`] found no buffer: the program may wait for the publisher's descriptor.
+    is_short: bool,
+}
+
+/// The state that is not about one connection.
+#[derive(Debug)]
+pub(super) struct Desk {
+    pub(super) ledger: Ledger<Publication>,
+    pub(super) format: Option<Arc<FormatRecord>>,
+    events: VecDeque<Event>,
+    has_news: bool,
+    /// The last received record.
+    pub(super) incoming: Vec<u8>,
+    /// The process that sent it, if it is known.
+    pub(super) sender: Option<crate::channel::Peer>,
+    pub(super) is_finished: bool,
+    /// Whether `members` has connections of [`Stage::Gone`].
+    pub(super) has_gone: bool,
+}
+
+/// The record of a publication, the same for every subscriber.
+#[derive(Debug, Default)]
+pub(super) struct Publication {
+    pub(super) record: Vec<u8>,
+    pub(super) format: Option<Arc<FormatRecord>>,
+}
+
+impl Desk {
+    pub(super) fn report(&mut self, event: Event) {
+        if self.events.len() == MAX_EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+        self.has_news = true;
+    }
+}
+
+impl Hub {
+    /// # Errors
+    /// The errors of [`Shared::create`]; [`Error::Misuse`] for options without room; [`Error::System`].
+    pub(super) fn create(device: &Device, options: &PublishOptions, config: &Config) -> Result<Arc<Self>> {
+        let limits = Limits { history: options.history, loans: options.loans };
+        let invalid =
+            || super::misuse(format!("a pool of {} with {} loans has no buffer", options.room, options.loans));
+        let (bytes, ledger) = match options.size {
+            Some(size) => {
+                let stride = padded(size).filter(|_| size > 0 && options.room > 0 && options.loans > 0);
+                let stride = stride.ok_or_else(invalid)?;
+                let count = usize::try_from(options.room).ok().filter(|count| *count <= u32::MAX as usize);
+                let (count, bytes) = count.zip(stride.checked_mul(options.room)).ok_or_else(invalid)?;
+                (bytes, Ledger::fixed(size, stride, count, limits))
+            }
+            None if options.room == 0 || options.loans == 0 => return Err(invalid()),
+            None => (options.room, Ledger::varying(options.room, limits)),
+        };
+        let memory = Arc::new(Shared::create(device, Spec::vmm(bytes).placement(options.placement))?);
+        let (part, chunks) = memory.chunks(0..bytes)?.ok_or_else(invalid)?;
+        let (object, array, check) = (DEFAULT_OBJECT.to_owned(), None, None);
+        let access = Access::ReadOnly;
+        let offer = Offer { object, memory: memory.describe()?, array, access, part: Some(part), check };
+        let system = |error| Error::system("create a publisher's descriptors", error);
+        let (inbox, watch) = (epoll().map_err(system)?, epoll().map_err(system)?);
+        let (freed, news) = (eventfd().map_err(system)?, eventfd().map_err(system)?);
+        let readable = || EpollEvent::new(EpollFlags::EPOLLIN, 0);
+        let added = inbox.add(&freed, readable()).and_then(|()| watch.add(&inbox.0, readable()));
+        added.and_then(|()| watch.add(&news, readable())).map_err(|errno| system(errno.into()))?;
+        let desk = Desk {
+            ledger,
+            format: None,
+            events: VecDeque::new(),
+            has_news: false,
+            incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
+            sender: None,
+            is_finished: false,
+            has_gone: false,
+        };
+        let (members, listener, paused_until) = (BTreeMap::new(), None, None);
+        let state = State { members, next_id: 1, listener, paused_until, desk, is_awaited: false, is_short: false };
+        let core = Core::get()?;
+        let cancel = config.cancellation()?;
+        let hub = Arc::new_cyclic(|me| Self {
+            memory,
+            offer,
+            chunks,
+            options: options.clone(),
+            config: config.clone(),
+            cancel,
+            epoch: new_epoch(),
+            creator: ProcessIdentity::current(),
+            core,
+            inbox,
+            freed,
+            news,
+            watch,
+            state: Mutex::new(state),
+            turn: Condvar::new(),
+            me: me.clone(),
+        });
+        hub.core.attach(hub.source());
+        Ok(hub)
+    }
+
+    pub(super) fn source(&self) -> Weak<dyn Source> {
+        self.me.clone()
+    }
+
+    pub(super) fn socket_key(id: u64) -> u64 {
+        2 * id
+    }
+
+    pub(super) fn process_key(id: u64) -> u64 {
+        2 * id + 1
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.config.timeout
+    }
+
+    /// The deadline of a peer's next record during a join.
+    pub(super) fn deadline(&self) -> Instant {
+        deadline_after(self.timeout())
+    }
+
+    pub(super) fn backend(&self) -> Backend {
+        self.memory.device().backend()
+    }
+
+    pub(super) fn hello(&self) -> Message {
+        let timeout_ms = u64::try_from(self.timeout().as_millis()).unwrap_or(u64::MAX).max(1);
+        let capabilities = vec![STREAM.to_owned()];
+        let backend = self.backend().to_string();
+        Message::Hello(Hello { version: VERSION, capabilities, backend, pid: process::id(), timeout_ms })
+    }
+
+    /// Readable when a buffer may be free, or an event waits.
+    pub(super) fn watched(&self) -> &impl AsFd {
+        &self.watch.0
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes closed connections, and wakes waiting threads. Call it before the lock is released.
+    pub(super) fn settle(&self, state: &mut State) {
+        if std::mem::take(&mut state.desk.has_gone) {
+            state.members.retain(|_, member| {
+                let is_gone = matches!(member.stage, Stage::Gone);
+                if is_gone {
+                    member.close(self);
+                }
+                !is_gone
+            });
+        }
+        if std::mem::take(&mut state.desk.has_news) {
+            let _ = self.news.write(1);
+        }
+        if state.is_awaited || state.is_short {
+            let _ = self.freed.write(1);
+        }
+    }
+
+    /// Listens for subscribers.
+    pub(super) fn listen(&self, state: &mut State, listener: Listener) -> Result<()> {
+        let token = self.core.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0);
+        let token = token.map_err(|error| Error::system("watch a listening socket", error))?;
+        self.stop_listening(state);
+        state.listener = Some((listener, Some(token)));
+        Ok(())
+    }
+
+    pub(super) fn stop_listening(&self, state: &mut State) {
+        if let Some((listener, Some(token))) = state.listener.take() {
+            self.core.remove(token, listener.as_fd());
+        }
+    }
+
+    /// Accepts no connection for a moment: the process has no descriptor left, and the thread would not sleep.
+    pub(super) fn pause_listener(&self, state: &mut State) {
+        if let Some((listener, token)) = &mut state.listener
+            && let Some(token) = token.take()
+        {
+            self.core.remove(token, listener.as_fd());
+            state.paused_until = Some(Instant::now() + Duration::from_millis(50));
+        }
+    }
+
+    /// Reads the records of all subscribers, and sends the buffers that wait for them.
+    pub(super) fn drain(&self, state: &mut State) {
+        for member in state.members.values_mut().filter(|member| member.may_hold()) {
+            member.drain(false, &mut state.desk, self);
+            member.flush(&mut state.desk, self);
+        }
+    }
+
+    /// Calls `attempt` until it returns a value, each time after subscribers have sent records. `None` after the limit.
+    ///
+    /// # Errors
+    /// The errors of `attempt`; [`Error::Interrupted`]; [`Error::System`].
+    pub(super) fn wait<T>(
+        &self,
+        limit: Duration,
+        mut attempt: impl FnMut(&mut State) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let mut state = self.lock();
+        let begun = Instant::now();
+        let deadline = begun.checked_add(limit).unwrap_or_else(|| deadline_after(limit));
+        loop {
+            let found = attempt(&mut state);
+            self.settle(&mut state);
+            if let Some(found) = found? {
+                return Ok(Some(found));
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(None);
+            }
+            if now < begun + SPIN {
+                drop(state);
+                // The subscriber may need this CPU.
+                thread::yield_now();
+                state = self.lock();
+            } else if state.is_awaited {
+                let slice = CHECK_INTERVAL.min(deadline - now);
+                (state, _) = self.turn.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
+                self.cancel.check_now()?;
+            } else {
+                state.is_awaited = true;
+                drop(state);
+                let waited = self.cancel.wait(self.inbox.0.as_fd(), PollFlags::POLLIN, deadline);
+                state = self.lock();
+                state.is_awaited = false;
+                let _ = self.freed.read();
+                self.turn.notify_all();
+                waited?;
+            }
+        }
+    }
+
+    /// Calls `attempt` once. If it finds nothing, the publisher's descriptor is readable after the next change, whichever thread makes it.
+    pub(super) fn attempt<T>(&self, attempt: impl FnOnce(&mut State) -> Option<T>) -> Option<T> {
+        let state = &mut *self.lock();
+        if std::mem::take(&mut state.is_short) {
+            let _ = self.freed.read();
+        }
+        let found = attempt(state);
+        self.settle(state);
+        state.is_short = found.is_none();
+        found
+    }
+
+    /// Removes the oldest event.
+    pub(super) fn event(&self) -> Option<Event> {
+        let mut state = self.lock();
+        if state.desk.events.is_empty() {
+            self.drain(&mut state);
+        }
+        self.settle(&mut state);
+        let event = state.desk.events.pop_front();
+        if state.desk.events.is_empty() {
+            let _ = self.news.read();
+        }
+        event
+    }
+
+    /// The use of the pool by all subscribers, present and former.
+    pub(super) fn usage(state: &State) -> Vec<Usage> {
+        let known = state.members.values().filter(|member| member.may_hold());
+        let usage = known.map(|member| {
+            let ledger = &state.desk.ledger;
+            let ((buffers, bytes), tally) = (ledger.holds(member.id), ledger.tally(member.id));
+            Usage {
+                subscriber: member.info(),
+                is_subscribed: member.is_subscribed(),
+                delivered: tally.delivered,
+                skipped: tally.skipped,
+                buffers,
+                bytes,
+            }
+        });
+        usage.collect()
+    }
+
+    /// Closes all connections. Loans may still refer to the pool.
+    pub(super) fn close(&self) {
+        let mut state = self.lock();
+        self.stop_listening(&mut state);
+        let members = std::mem::take(&mut state.members);
+        members.into_values().for_each(|mut member| member.close(self));
+        state.desk.is_finished = true;
+        drop(state);
+        self.core.detach(&self.source());
+    }
+}
+
+impl Source for Hub {
+    fn ready(&self, key: u64, _: EpollFlags) {
+        let state = &mut *self.lock();
+        match state.members.get_mut(&(key / 2)) {
+            None if key == 0 => self.accept(state),
+            None => {}
+            Some(member) if key == Self::process_key(member.id) => {
+                // Its last records.
+                member.drain(false, &mut state.desk, self);
+                member.process_gone(&mut state.desk);
+            }
+            Some(member) => {
+                member.drain(false, &mut state.desk, self);
+                member.flush(&mut state.desk, self);
+            }
+        }
+        self.settle(state);
+    }
+
+    fn tick(&self, now: Instant) -> Option<Instant> {
+        let state = &mut *self.lock();
+        let mut next = state.paused_until;
+        if next.is_some_and(|until| until <= now) {
+            (state.paused_until, next) = (None, None);
+            if let Some((listener, _)) = state.listener.take()
+                && let Err(error) = self.listen(state, listener)
+            {
+                tracing::error!(error = error.in_full(), "no more subscribers are accepted");
+            }
+        }
+        let ticks = state.members.values_mut().filter_map(|member| member.tick(now, &mut state.desk, self));
+        let next = ticks.chain(next).min();
+        if state.desk.has_gone || state.desk.has_news {
+            self.settle(state);
+        }
+        next
+    }
+}
+
+/// A number that another publisher does not have.
+fn new_epoch() -> u64 {
+    let mut bytes = [0; 8];
+    let random = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    match random {
+        // Half: some JSON readers have signed numbers.
+        Ok(8) => u64::from_le_bytes(bytes) >> 12,
+        _ => u64::from(process::id()) << 20 ^ crate::sys::monotonic().as_nanos() as u64 >> 12,
+    }
+}

@@ -1,0 +1,119 @@
+//! A buffer that the publisher fills.
+
+use std::{fmt, sync::Arc};
+
+use super::{hub::Hub, misuse};
+use crate::{
+    driver::Access,
+    error::Result,
+    memory::{Region, region},
+    sys::monotonic,
+    wire::{MAX_USER_BYTES, Message, Ready},
+};
+
+/// A buffer of the pool that this process may write to, until it publishes or drops the buffer. It may move to another thread.
+///
+/// It contains the bytes of an earlier publication. [`Region::size`] is the size of the buffer.
+pub struct Loan {
+    hub: Arc<Hub>,
+    /// `None` once it is published.
+    slot: Option<usize>,
+    offset: u64,
+    size: u64,
+}
+
+/// A publication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Published {
+    /// Its number in the epoch, counted from 1.
+    pub number: u64,
+    /// The number of subscribers that were given the buffer at once. For the others it waits, depending on their policies.
+    pub delivered: usize,
+}
+
+impl Loan {
+    pub(super) fn new(hub: &Arc<Hub>, slot: usize, (offset, size): (u64, u64)) -> Self {
+        Self { hub: Arc::clone(hub), slot: Some(slot), offset, size }
+    }
+
+    /// Waits until the GPU's work on the device has finished, then publishes the buffer with the publisher's own bytes, at most
+    /// [`MAX_USER_BYTES`]. Does not wait for subscribers.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) for too many bytes, and after [`Publisher::finish`](super::Publisher::finish);
+    /// [`Error::Driver`](crate::Error::Driver) if the GPU's work failed. The buffer is then free again.
+    ///
+    /// Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
+    pub fn publish(self, user: &[u8]) -> Result<Published> {
+        self.hub.memory.synchronize()?;
+        self.announce(user)
+    }
+
+    /// Like [`Loan::publish`], without the synchronization: the caller has already synchronized all GPU work on the buffer, for example
+    /// by synchronizing its own stream.
+    ///
+    /// # Errors
+    /// The errors of [`Loan::publish`]. No driver call.
+    pub fn announce(mut self, user: &[u8]) -> Result<Published> {
+        self.hub.creator.check()?;
+        if user.len() > MAX_USER_BYTES {
+            let length = user.len();
+            return Err(misuse(format!("{length} bytes of a publication: at most {MAX_USER_BYTES} are allowed")));
+        }
+        let user = (!user.is_empty()).then(|| hex::encode(user));
+        let hub = Arc::clone(&self.hub);
+        let state = &mut *hub.lock();
+        if state.desk.is_finished {
+            return Err(misuse("the stream is complete: nothing more can be published"));
+        }
+        let Some(slot) = self.slot.take() else { return Err(misuse("the buffer is published")) };
+        let desk = &mut state.desk;
+        let number = desk.ledger.publish(slot);
+        let publication = desk.ledger.data(slot);
+        let size = (hub.options.size != Some(self.size)).then_some(self.size);
+        let time = u64::try_from(monotonic().as_nanos()).unwrap_or(u64::MAX);
+        let ready = Message::Ready(Ready { number, time, offset: self.offset, size, user, ready_at: None });
+        let encoded = ready.encode_into(&mut publication.record);
+        debug_assert!(encoded.is_ok(), "a checked message is short");
+        if publication.format.is_some() || desk.format.is_some() {
+            publication.format.clone_from(&desk.format);
+        }
+        let mut delivered = 0;
+        for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
+            if !desk.ledger.has_room(member.id) {
+                member.drain(true, desk, &hub);
+            }
+            member.flush(desk, &hub);
+            delivered += usize::from(!desk.ledger.has_waiting(member.id));
+        }
+        hub.settle(state);
+        Ok(Published { number, delivered })
+    }
+}
+
+region!(
+    Loan,
+    |this| this.hub.memory.device(),
+    this.hub.memory.address() + this.offset,
+    this.size,
+    Access::ReadWrite,
+    true
+);
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take().filter(|_| self.hub.creator.is_current()) {
+            let state = &mut *self.hub.lock();
+            state.desk.ledger.unlend(slot);
+            self.hub.settle(state);
+        }
+    }
+}
+
+impl fmt::Debug for Loan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a loan of {} bytes at {:#x}", self.size, self.address())
+    }
+}

@@ -1,0 +1,406 @@
+//! The publisher's side of one connection, from the accept to the exit of its process.
+
+use std::{
+    io,
+    os::fd::AsFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use nix::sys::epoll::{EpollEvent, EpollFlags};
+
+use super::{
+    connection::Identity,
+    core::Token,
+    event::{Event, SubscriberInfo},
+    format::FormatRecord,
+    hub::{Desk, Hub},
+    joining::Progress,
+    options::Policy,
+};
+use crate::{
+    channel::record::{Arrival, RecordSocket, is_gone, send_raw, sender},
+    error::{Error, PeerError, ProtocolError, Result},
+    session::link::{code_for, unexpected, violation},
+    wire::{Done, End, Failure, Leave, Message},
+};
+
+/// How long a refused peer may take to read the reason and close.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// The most records read in one go, so that no peer occupies the thread. A correct subscriber queues fewer.
+const MAX_READ: usize = 256;
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) id: u64,
+    /// `None` once the connection is closed, while its process may still read buffers.
+    pub(super) socket: Option<RecordSocket>,
+    pub(super) identity: Identity,
+    pub(super) policy: Policy,
+    pub(super) stage: Stage,
+    socket_token: Option<Token>,
+    process_token: Option<Token>,
+    /// The events for which the thread watches the socket.
+    armed: EpollFlags,
+    /// Whether the socket's buffer is full.
+    is_blocked: bool,
+    /// Since when a buffer waits for the subscriber, which has given none back since then.
+    stalled: Option<Instant>,
+    /// The format that the subscriber knows.
+    format: Option<Arc<FormatRecord>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// It has not mapped the pool yet.
+    Joining { progress: Progress, deadline: Instant },
+    /// It receives buffers.
+    Active,
+    /// It has received `end`.
+    Complete,
+    /// It receives nothing more, but may still have buffers.
+    Former,
+    /// It was sent an `error`, and may still read it.
+    Refused { deadline: Instant },
+    /// To be removed.
+    Gone,
+}
+
+impl Member {
+    /// # Errors
+    /// [`Error::System`].
+    pub(super) fn new(id: u64, socket: RecordSocket, identity: Identity, hub: &Hub) -> Result<Self> {
+        let deadline = hub.deadline();
+        let mut member = Self {
+            id,
+            socket: Some(socket),
+            identity,
+            policy: Policy::Latest,
+            stage: Stage::Joining { progress: Progress::Silent, deadline },
+            socket_token: None,
+            process_token: None,
+            armed: EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
+            is_blocked: false,
+            stalled: None,
+            format: None,
+        };
+        member.watch(hub).inspect_err(|_| member.close(hub))?;
+        Ok(member)
+    }
+
+    fn watch(&mut self, hub: &Hub) -> Result<()> {
+        let failed = |error| Error::system("watch a connection", error);
+        let Some(socket) = &self.socket else { return Ok(()) };
+        let token = hub.core.add(socket.as_fd(), self.armed, hub.source(), Hub::socket_key(self.id));
+        self.socket_token = Some(token.map_err(failed)?);
+        self.watch_process(hub).map_err(failed)
+    }
+
+    /// Replaces the identity: another process sends on the connection.
+    pub(super) fn identify(&mut self, identity: Identity, hub: &Hub) -> Result<()> {
+        self.forget_process(hub);
+        self.identity = identity;
+        self.watch_process(hub).map_err(|error| Error::system("watch a process", error))
+    }
+
+    fn watch_process(&mut self, hub: &Hub) -> io::Result<()> {
+        let Some(process) = &self.identity.process else { return Ok(()) };
+        let token = hub.core.add(process.as_fd(), EpollFlags::EPOLLIN, hub.source(), Hub::process_key(self.id));
+        token.map(|token| self.process_token = Some(token))
+    }
+
+    fn forget_process(&mut self, hub: &Hub) {
+        if let (Some(token), Some(process)) = (self.process_token.take(), &self.identity.process) {
+            hub.core.remove(token, process.as_fd());
+        }
+    }
+
+    /// Closes the connection and stops watching it and its process.
+    pub(super) fn close(&mut self, hub: &Hub) {
+        self.close_socket(hub);
+        self.forget_process(hub);
+    }
+
+    fn close_socket(&mut self, hub: &Hub) {
+        let Some(socket) = self.socket.take() else { return };
+        // Not there before the subscriber has joined.
+        let _ = hub.inbox.delete(&socket);
+        if let Some(token) = self.socket_token.take() {
+            hub.core.remove(token, socket.as_fd());
+        }
+    }
+
+    pub(super) fn info(&self) -> SubscriberInfo {
+        SubscriberInfo { id: self.id, peer: self.identity.peer, policy: self.policy }
+    }
+
+    /// Whether it receives buffers, or has received all.
+    pub(super) fn is_subscribed(&self) -> bool {
+        matches!(self.stage, Stage::Active | Stage::Complete)
+    }
+
+    /// Whether it may give buffers back.
+    pub(super) fn may_hold(&self) -> bool {
+        self.is_subscribed() || matches!(self.stage, Stage::Former)
+    }
+
+    /// Reads the records that have arrived; with `until_room` only until the subscriber has room for another buffer.
+    pub(super) fn drain(&mut self, until_room: bool, desk: &mut Desk, hub: &Hub) {
+        let mut resets = 0;
+        for _ in 0..MAX_READ {
+            if until_room && desk.ledger.has_room(self.id) {
+                return;
+            }
+            let Some(socket) = &self.socket else { return };
+            if let Stage::Joining { progress: Progress::Greeted { .. }, .. } = self.stage {
+                desk.sender = sender(socket);
+            }
+            let handled = match socket.try_receive(&mut desk.incoming) {
+                Ok(Arrival::Record(_)) if matches!(self.stage, Stage::Refused { .. } | Stage::Gone) => continue,
+                Ok(Arrival::Record(record)) => Message::decode(&desk.incoming[..record.length], record.fds.len())
+                    .map_err(Error::from)
+                    .and_then(|message| self.handle(message, desk, hub)),
+                Ok(Arrival::Broken(error)) => Err(error.into()),
+                Ok(Arrival::End) => return self.hang_up(desk, hub),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // ECONNRESET is reported once, before queued records.
+                Err(error) if is_gone(&error) && resets == 0 => {
+                    resets += 1;
+                    continue;
+                }
+                Err(_) => return self.hang_up(desk, hub),
+            };
+            if let Err(error) = handled {
+                self.refuse(&error, desk, hub);
+            }
+        }
+    }
+
+    fn handle(&mut self, message: Message, desk: &mut Desk, hub: &Hub) -> Result<()> {
+        match (&self.stage, message) {
+            (Stage::Joining { .. }, message) => self.join(message, desk, hub),
+            (_, Message::Done(Done { number, done_at: None })) => {
+                let is_former = matches!(self.stage, Stage::Former);
+                // Its `leave` may have given the buffer back already.
+                if !desk.ledger.give_back(self.id, number) && !is_former {
+                    return Err(violation(format!("buffer {number} is given back, but is not out")));
+                }
+                self.stalled = self.stalled.map(|_| Instant::now());
+                if is_former && desk.ledger.holds(self.id).0 == 0 {
+                    self.vanish(desk);
+                }
+                Ok(())
+            }
+            (_, Message::Leave(Leave { held })) => {
+                if self.is_subscribed() {
+                    desk.report(Event::Left { subscriber: self.info(), orderly: true });
+                }
+                self.stage = Stage::Former;
+                if !desk.ledger.leave(self.id, |number| held.contains(&number)) {
+                    self.vanish(desk);
+                }
+                Ok(())
+            }
+            (_, Message::Error(_)) => {
+                self.hang_up(desk, hub);
+                Ok(())
+            }
+            (_, Message::Done(_)) => Err(violation("`done` has `done_at`, which the two sides did not agree on")),
+            (_, other) => Err(unexpected(&other, "done or leave")),
+        }
+    }
+
+    /// Sends waiting buffers while the subscriber has room. The rest waits, as far as the policy allows.
+    pub(super) fn flush(&mut self, desk: &mut Desk, hub: &Hub) {
+        if matches!(self.stage, Stage::Active) {
+            if self.send_waiting(desk).is_err() {
+                // Its last records may be unread, and its close behind them.
+                self.drain(false, desk, hub);
+                if self.is_subscribed() {
+                    self.hang_up(desk, hub);
+                }
+            }
+            if desk.ledger.trim(self.id) {
+                if self.stalled.is_none() {
+                    self.stalled = Some(Instant::now());
+                    if self.policy == Policy::Every {
+                        hub.core.wake();
+                    }
+                }
+            } else {
+                self.stalled = None;
+                if desk.is_finished && matches!(self.stage, Stage::Active) {
+                    self.complete(desk);
+                }
+            }
+        }
+        self.arm(desk, hub);
+    }
+
+    fn send_waiting(&mut self, desk: &mut Desk) -> Result<()> {
+        let Some(socket) = &self.socket else { return Ok(()) };
+        self.is_blocked = false;
+        while let Some(slot) = desk.ledger.next(self.id) {
+            let publication = desk.ledger.data(slot);
+            if let Some(format) = &publication.format
+                && self.format.as_ref().is_none_or(|known| !Arc::ptr_eq(known, format))
+            {
+                let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
+                match send_raw(socket.stream(), &format.bytes, &fds) {
+                    Ok(()) => self.format = Some(Arc::clone(format)),
+                    Err(error) if is_full(&error) => {
+                        self.is_blocked = true;
+                        return Ok(());
+                    }
+                    Err(error) => return Err(Error::system("send a format", error)),
+                }
+            }
+            if !socket.try_send("a buffer", &publication.record)? {
+                self.is_blocked = true;
+                return Ok(());
+            }
+            desk.ledger.sent(self.id);
+        }
+        Ok(())
+    }
+
+    /// Tells the subscriber that the stream is complete.
+    pub(super) fn complete(&mut self, desk: &mut Desk) {
+        let end = Message::End(End { published: desk.ledger.published() });
+        if self.send(&end) {
+            self.stage = Stage::Complete;
+        }
+    }
+
+    /// Sends a message without descriptors. Returns whether it was sent.
+    pub(super) fn send(&self, message: &Message) -> bool {
+        let (Some(socket), Ok(record)) = (&self.socket, message.encode()) else { return false };
+        socket.try_send(message.name(), &record).unwrap_or(false)
+    }
+
+    /// Lets the thread watch the socket for what matters now. It sleeps while a subscriber's buffers come and go.
+    pub(super) fn arm(&mut self, desk: &Desk, hub: &Hub) {
+        let mut flags = EpollFlags::EPOLLRDHUP;
+        flags.set(EpollFlags::EPOLLIN, !self.is_subscribed() || desk.ledger.has_waiting(self.id));
+        flags.set(EpollFlags::EPOLLOUT, self.is_blocked);
+        if flags != self.armed
+            && let (Some(token), Some(socket)) = (self.socket_token, &self.socket)
+        {
+            hub.core.modify(token, socket.as_fd(), flags);
+            self.armed = flags;
+        }
+    }
+
+    /// Starts the subscription.
+    pub(super) fn activate(&mut self, history: usize, desk: &mut Desk, hub: &Hub) -> Result<()> {
+        let Some(socket) = &self.socket else { return Ok(()) };
+        let added = hub.inbox.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, self.id));
+        added.map_err(|errno| Error::system("watch a subscriber", errno))?;
+        self.stage = Stage::Active;
+        desk.ledger.activate(self.id, history);
+        desk.report(Event::Joined(self.info()));
+        self.flush(desk, hub);
+        Ok(())
+    }
+
+    /// The peer has closed the connection, or sent an error.
+    fn hang_up(&mut self, desk: &mut Desk, hub: &Hub) {
+        if self.is_subscribed() {
+            desk.report(Event::Left { subscriber: self.info(), orderly: false });
+        }
+        // Until its process is gone, it may still read its buffers.
+        let can_wait = self.process_token.is_some() && self.may_hold();
+        self.stage = Stage::Former;
+        if !desk.ledger.leave(self.id, |_| can_wait) {
+            self.vanish(desk);
+        }
+        self.close_socket(hub);
+    }
+
+    /// The peer's process has exited.
+    pub(super) fn process_gone(&mut self, desk: &mut Desk) {
+        if self.is_subscribed() {
+            desk.report(Event::Left { subscriber: self.info(), orderly: false });
+        }
+        desk.ledger.leave(self.id, |_| false);
+        self.vanish(desk);
+    }
+
+    fn vanish(&mut self, desk: &mut Desk) {
+        self.stage = Stage::Gone;
+        desk.has_gone = true;
+    }
+
+    /// Ends the subscription against its will. Its buffers remain out of use until it gives them back or its process exits.
+    pub(super) fn evict(&mut self, reason: &Error, desk: &mut Desk, hub: &Hub) {
+        desk.report(Event::Evicted(self.info()));
+        self.stop(reason, desk, hub);
+    }
+
+    /// Sends an error to the peer, and accepts nothing more than returned buffers.
+    pub(super) fn refuse(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
+        let peer = self.identity.peer;
+        tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "refusing a subscriber");
+        if matches!(error, Error::Peer(PeerError::Protocol(ProtocolError::UnreadableError { .. }))) {
+            return self.hang_up(desk, hub);
+        }
+        if self.is_subscribed() {
+            desk.report(Event::Left { subscriber: self.info(), orderly: false });
+        }
+        self.stop(error, desk, hub);
+    }
+
+    fn stop(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
+        if let Some(code) = code_for(error) {
+            self.send(&Message::Error(Failure { code, message: error.in_full() }));
+        }
+        if let Some(socket) = &self.socket {
+            let _ = socket.shut_down_writing();
+        }
+        let keeps = self.may_hold();
+        let deadline = Instant::now() + GRACE;
+        self.stage = if desk.ledger.leave(self.id, |_| keeps) { Stage::Former } else { Stage::Refused { deadline } };
+        self.is_blocked = false;
+        self.arm(desk, hub);
+        hub.core.wake();
+    }
+
+    /// Acts on a deadline that has passed. Returns the next.
+    pub(super) fn tick(&mut self, now: Instant, desk: &mut Desk, hub: &Hub) -> Option<Instant> {
+        match self.stage {
+            Stage::Joining { deadline, .. } if deadline <= now => {
+                let (purpose, waited) = ("for a subscriber to join", hub.timeout());
+                self.refuse(&Error::Peer(PeerError::Timeout { purpose, waited }), desk, hub);
+                Some(now + GRACE)
+            }
+            Stage::Refused { deadline } if deadline <= now => {
+                self.vanish(desk);
+                None
+            }
+            Stage::Joining { deadline, .. } | Stage::Refused { deadline } => Some(deadline),
+            Stage::Active if self.policy == Policy::Every => {
+                let granted = hub.options.every.unwrap_or_default();
+                let deadline = self.stalled?.checked_add(granted)?;
+                if deadline > now {
+                    return Some(deadline);
+                }
+                // Its records may be unread.
+                self.drain(false, desk, hub);
+                self.flush(desk, hub);
+                if self.stalled.is_some_and(|since| since + granted <= now) {
+                    self.evict(&Error::Peer(PeerError::TurnTooLong { granted }), desk, hub);
+                }
+                Some(now + granted.max(GRACE))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Whether a send can succeed later: the socket's buffer, or the kernel's count of descriptors in flight, is full.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::WouldBlock || error.raw_os_error() == Some(nix::libc::ETOOMANYREFS)
+}

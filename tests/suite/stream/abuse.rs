@@ -1,0 +1,236 @@
+//! Peers that break the protocol, by hand.
+
+use std::os::fd::AsFd;
+
+use vmmfd::{
+    channel::Channel,
+    driver::Access,
+    memory::{Shared, Spec},
+    wire::{self, Busy, Done, End, Format, Hello, Leave, Message, Offer, Ready, Stream, Subscribe},
+};
+
+use super::*;
+use crate::conversation::{accepted, answer, dial, listening, request, told};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    wrong_returns_end_the_subscription,
+    wrong_joins_are_refused,
+    wrong_publications_end_the_session,
+    floods_do_not_block,
+    ]
+}
+
+fn hello(subject: &Subject, capabilities: &[&str]) -> Message {
+    let (backend, capabilities) = (subject.driver.backend().to_string(), capabilities.iter().map(ToString::to_string));
+    let capabilities = capabilities.collect();
+    Message::Hello(Hello { version: 1, capabilities, backend, pid: 1, timeout_ms: 20_000 })
+}
+
+fn subscription(held: u64) -> Message {
+    Message::Subscribe(Subscribe { policy: wire::Policy::Latest, queue: None, held, history: 0 })
+}
+
+fn done(number: u64) -> Message {
+    Message::Done(Done { number, done_at: None })
+}
+
+/// Connects and subscribes by hand, and maps nothing.
+fn by_hand(subject: &Subject, stage: &Stage, held: u64) -> Channel {
+    let mut channel = dial(&stage.path);
+    channel.send(&hello(subject, &["stream"]), &[]).unwrap();
+    assert!(matches!(answer(&mut channel).0, Message::Hello(hello) if hello.capabilities == ["stream"]));
+    channel.send(&subscription(held), &[]).unwrap();
+    let (Message::Stream(stream), _) = answer(&mut channel) else { panic!() };
+    assert_eq!((stream.epoch, stream.size, stream.deadline_ms), (stage.publisher.epoch(), Some(16), None));
+    let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
+    assert_eq!((offer.access, offer.part.map(|part| part.segments)), (Access::ReadOnly, Some(1)));
+    let (Message::Segments(segments), fds) = answer(&mut channel) else { panic!() };
+    assert_eq!((segments.sizes.len(), fds.len()), (1, 1));
+    // It may work for as long as it says so.
+    channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+    channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+    stage.until(|event| matches!(event, Event::Joined(_)));
+    channel
+}
+
+fn number(channel: &mut Channel) -> u64 {
+    match answer(channel).0 {
+        Message::Ready(ready) => ready.number,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn wrong_returns_end_the_subscription(subject: Subject) {
+    let reserved = Message::Done(Done { number: 1, done_at: Some(1) });
+    let wrong: [&[Message]; 7] = [
+        &[done(1), done(1)],
+        &[done(3)],
+        &[done(0)],
+        &[reserved],
+        &[Message::Busy(Busy {})],
+        &[subscription(1)],
+        &[Message::End(End { published: 2 })],
+    ];
+    for wrong in wrong {
+        let stage = Stage::fixed(&subject, 6);
+        let healthy = stage.join(&subject, SubscribeOptions::default());
+        let mut channel = by_hand(&subject, &stage, 2);
+        (1..=3).for_each(|byte| {
+            stage.publish(byte);
+            drop(take(&healthy));
+        });
+        assert_eq!([number(&mut channel), number(&mut channel)], [1, 2]);
+        wrong.iter().for_each(|message| channel.send(message, &[]).unwrap());
+        stage.until(|event| matches!(event, Event::Left { orderly: false, .. }));
+        while matches!(channel.receive("for the error").unwrap().0, Message::Ready(_)) {}
+        stage.publish(4);
+        assert_eq!(take(&healthy).number(), 4, "the others go on");
+        // What it has not given back stays out of use, until it gives it back.
+        let out = || stage.publisher.stats().subscribers.iter().map(|usage| usage.buffers).sum::<usize>();
+        eventually("the buffers of the healthy one", || (1..=2).contains(&out()));
+        channel.send(&done(2), &[]).unwrap();
+        channel.send(&Message::Leave(Leave { held: vec![] }), &[]).unwrap();
+        stage.until_free(6);
+    }
+}
+
+fn wrong_joins_are_refused(subject: Subject) {
+    let stage = Stage::fixed(&subject, 4);
+    let tell = |messages: &[Message]| {
+        let mut channel = dial(&stage.path);
+        messages.iter().for_each(|message| channel.send(message, &[]).unwrap());
+        loop {
+            match answer(&mut channel).0 {
+                Message::Hello(_) | Message::Stream(_) | Message::Offer(_) | Message::Segments(_) => {}
+                Message::Error(failure) => return failure.code,
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    let ours = || hello(&subject, &["stream"]);
+    let received = |segments| Message::Received(wire::Received { segments });
+    assert_eq!(tell(&[subscription(1)]), ErrorCode::Protocol);
+    assert_eq!(tell(&[ours(), ours()]), ErrorCode::Protocol);
+    assert_eq!(tell(&[ours(), Message::Busy(Busy {})]), ErrorCode::Protocol);
+    assert_eq!(tell(&[hello(&subject, &[]), subscription(1)]), ErrorCode::Protocol);
+    assert_eq!(tell(&[ours(), request("default", None)]), ErrorCode::Object);
+    assert_eq!(tell(&[ours(), subscription(3)]), ErrorCode::Full);
+    assert_eq!(tell(&[ours(), subscription(1), received(2)]), ErrorCode::Protocol);
+    assert_eq!(tell(&[ours(), subscription(1), done(1)]), ErrorCode::Protocol);
+    let mut other = hello(&subject, &["stream"]);
+    if let Message::Hello(hello) = &mut other {
+        hello.backend = "moon".to_owned();
+    }
+    assert_eq!(tell(&[other, subscription(1)]), ErrorCode::Backend);
+    // The room of all of them is free again; many that say nothing exclude nobody.
+    let silent: Vec<_> = (0..100).map(|_| dial(&stage.path)).collect();
+    stage.join(&subject, SubscribeOptions::default().held(2));
+    drop(silent);
+    // A connection that does not join in time is refused.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let config = Config::default().timeout(SHORT);
+    let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &config).unwrap();
+    publisher.listen(&path).unwrap();
+    assert_eq!(told(&mut dial(&path)), ErrorCode::Timeout);
+}
+
+/// A publisher by hand, with a pool of 100 bytes, and its subscriber.
+fn liar(subject: &Subject, held: u16) -> (Channel, Subscriber, Arc<Shared>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = listening(&path, 1);
+    let memory = Arc::new(Shared::create(&subject.device(), Spec::vmm(100)).unwrap());
+    let options = SubscribeOptions::default().held(held);
+    thread::scope(|scope| {
+        let subscriber = scope.spawn(|| subscribe(subject, &path, &options).unwrap());
+        let mut channel = accepted(&listener);
+        assert!(matches!(answer(&mut channel).0, Message::Hello(hello) if hello.capabilities == ["stream"]));
+        channel.send(&hello(subject, &["stream"]), &[]).unwrap();
+        assert_eq!(answer(&mut channel).0, subscription(held.into()));
+        let stream = Stream { epoch: 7, size: Some(50), deadline_ms: None };
+        channel.send(&Message::Stream(stream), &[]).unwrap();
+        let (part, chunks) = memory.chunks(0..100).unwrap().unwrap();
+        let offer = Offer {
+            object: "default".into(),
+            memory: (&memory.describe().unwrap()).into(),
+            array: None,
+            access: Access::ReadOnly,
+            part: Some(part),
+            check: None,
+        };
+        channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
+        let segments = wire::Segments { first: 0, sizes: vec![chunks[0].size()] };
+        channel.send(&Message::Segments(segments), &[chunks[0].as_fd()]).unwrap();
+        assert_eq!(answer(&mut channel).0, Message::Received(wire::Received { segments: 1 }));
+        (channel, subscriber.join().unwrap(), memory)
+    })
+}
+
+fn ready(number: u64, offset: u64) -> Ready {
+    Ready { number, time: 1, offset, size: None, user: None, ready_at: None }
+}
+
+fn wrong_publications_end_the_session(subject: Subject) {
+    let user = |user: &str| Message::Ready(Ready { user: Some(user.to_owned()), ..ready(1, 0) });
+    let size = |size| Message::Ready(Ready { size: Some(size), ..ready(1, 1) });
+    let good = |number| Message::Ready(ready(number, 0));
+    let wrong: [&[Message]; 9] = [
+        &[good(0)],
+        &[good(2), good(2)],
+        &[good(2), good(1)],
+        &[Message::Ready(ready(1, 51))],
+        &[size(100), good(2)],
+        &[size(u64::MAX), good(2)],
+        &[user("0g")],
+        &[Message::Ready(Ready { ready_at: Some(0), ..ready(1, 0) })],
+        &[Message::Busy(Busy {})],
+    ];
+    let fails = |mut channel: Channel, subscriber: Subscriber| {
+        let mut samples = Vec::new();
+        let error = loop {
+            match subscriber.receive(LIMIT) {
+                Ok(Received::Sample(sample)) => samples.push(sample),
+                other => break other,
+            }
+        };
+        assert!(matches!(error, Err(Error::Peer(PeerError::Protocol(_)))), "{error:?}");
+        assert_eq!(told(&mut channel), ErrorCode::Protocol);
+        misused(subscriber.try_receive(), "the session has ended");
+    };
+    for wrong in wrong {
+        let (mut channel, subscriber, _memory) = liar(&subject, 2);
+        wrong.iter().for_each(|message| channel.send(message, &[]).unwrap());
+        fails(channel, subscriber);
+    }
+    // More than it may hold.
+    let (mut channel, subscriber, _memory) = liar(&subject, 2);
+    (1..=3).for_each(|number| channel.send(&good(number), &[]).unwrap());
+    fails(channel, subscriber);
+    // A blob that its owner can change.
+    let (mut channel, subscriber, memory) = liar(&subject, 2);
+    let (_, chunks) = memory.chunks(0..100).unwrap().unwrap();
+    let length = Some(chunks[0].size()).filter(|size| *size <= 65_536).unwrap_or(65_536);
+    let format = Format { arrays: Vec::new(), length: Some(length) };
+    channel.send(&Message::Format(format), &[chunks[0].as_fd()]).unwrap();
+    fails(channel, subscriber);
+}
+
+fn floods_do_not_block(subject: Subject) {
+    let (mut channel, subscriber, _memory) = liar(&subject, 1);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|scope| {
+        let stop = &stop;
+        scope.spawn(move || {
+            let format = Message::Format(Format { arrays: Vec::new(), length: None });
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) && channel.send(&format, &[]).is_ok() {}
+        });
+        for _ in 0..100 {
+            assert!(subscriber.try_receive().unwrap().is_none());
+        }
+        assert!(is_timeout(&subscriber.receive(SHORT)));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        drop(subscriber);
+    });
+}
