@@ -2,7 +2,6 @@
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
-    process,
     time::{Duration, Instant},
 };
 
@@ -64,10 +63,7 @@ impl Link {
     }
 
     pub(super) fn hello(&mut self, backend: Backend, capabilities: &[&str]) -> Result<()> {
-        let capabilities = capabilities.iter().map(ToString::to_string).collect();
-        let timeout_ms = u64::try_from(self.channel.timeout().as_millis()).unwrap_or(u64::MAX).max(1);
-        let hello =
-            Hello { version: VERSION, capabilities, backend: backend.to_string(), pid: process::id(), timeout_ms };
+        let hello = Hello::new(capabilities, backend.as_str(), self.channel.timeout());
         self.send(&Message::Hello(hello), &[])
     }
 

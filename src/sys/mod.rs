@@ -23,7 +23,7 @@ pub use self::steps::interruptible;
 pub(crate) use self::{
     descriptor::{above_standard, occupy_standard, replace},
     heap::Heap,
-    process::{fork_process, monotonic, started_ms},
+    process::{fork_process, monotonic, pidfd_of, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, peer_pidfd, unread},
 };
 

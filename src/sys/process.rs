@@ -8,7 +8,12 @@ use std::{
 };
 
 use nix::libc;
-use rustix::time::{ClockId, clock_gettime};
+use rustix::{
+    process::{Pid, PidfdFlags, pidfd_open},
+    time::{ClockId, clock_gettime},
+};
+
+use super::above_standard;
 
 /// The start time of a process, in milliseconds since 1970, with a resolution of 10 ms. `None` if the process does not exist in this PID
 /// namespace. See `starttime` in proc_pid_stat(5).
@@ -26,6 +31,15 @@ pub(crate) fn started_ms(pid: u32) -> Option<u64> {
         u64::try_from(since_boot.tv_sec).ok()? * 1000 + u64::try_from(since_boot.tv_nsec).ok()? / 1_000_000;
     let age = since_boot.saturating_sub(ticks * TICK_MS);
     Some(u64::try_from(now.as_millis()).ok()?.saturating_sub(age))
+}
+
+/// A pidfd of a process, above the standard descriptors.
+///
+/// # Errors
+/// `InvalidInput` for 0, which stands for a process that is not visible in this PID namespace; all errors of pidfd_open(2).
+pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    above_standard(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 /// The time of `CLOCK_MONOTONIC`, which all processes of this machine share.

@@ -1,10 +1,13 @@
 //! The messages' bodies, with the protocol's field names.
 
-use std::ops::Range;
+use std::{ops::Range, process, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::strict::{self, or_default};
+use super::{
+    VERSION,
+    strict::{self, or_default},
+};
 use crate::{
     array::ArrayDescriptor,
     base::{Access, DeviceIdentity, Mechanism, Placement, Pointer, Run, strict::objects},
@@ -244,6 +247,24 @@ objects! {
         #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
         pub held: Vec<u64>,
     }
+}
+
+impl Hello {
+    /// The hello of this process.
+    pub(crate) fn new(capabilities: &[&str], backend: &str, timeout: Duration) -> Self {
+        Self {
+            version: VERSION,
+            capabilities: capabilities.iter().map(ToString::to_string).collect(),
+            backend: backend.to_owned(),
+            pid: process::id(),
+            timeout_ms: milliseconds(timeout).max(1),
+        }
+    }
+}
+
+/// A time as messages state it.
+pub(crate) fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// What happens to buffers that a subscriber has no room for.

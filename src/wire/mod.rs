@@ -13,6 +13,7 @@ mod tests;
 
 use self::frame::{Head, parse};
 pub(crate) use self::frame::{claimed_fds, is_error};
+pub(crate) use self::messages::milliseconds;
 pub use self::messages::{
     Busy, ByteRange, Check, Done, End, Failure, Format, Hello, Leave, Memory, NamedArray, Offer, Policy, PoolNumber,
     Ready, Received, Request, Segments, Stream, Subscribe, Verdict,

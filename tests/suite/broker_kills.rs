@@ -25,7 +25,7 @@ use crate::{
     broker_pages::{Template, nonce_of},
     support::{
         Subject,
-        served::{Keeper, Served, is_alive, stored},
+        served::{Keeper, Served, is_alive},
     },
 };
 
@@ -134,14 +134,10 @@ impl Run {
         counts.gets += 1;
     }
 
-    /// Waits until both processes hold everything: the loss of one is then no loss. Clients pause meanwhile.
+    /// As [`Served::settled`], while the clients pause.
     fn settle(&self) -> [Pid; 2] {
         let _paused = self.quiet.write().unwrap();
-        until(|| {
-            let keepers = self.served.keepers();
-            keepers.len() == 1 && stored(self.served.server()) == stored(keepers[0])
-        });
-        [self.served.server(), self.served.keeper()]
+        self.served.settled(0)
     }
 
     /// Ends a random process in a random way after a random time. Returns the kind of event.

@@ -16,7 +16,7 @@ use crate::{
     broker_keeper::{nonce_of_segments, put_segments},
     support::{
         Subject,
-        served::{Keeper, Served, is_alive, stored},
+        served::{Keeper, Served, is_alive},
     },
 };
 
@@ -65,12 +65,7 @@ impl Broker {
 
     /// The server and the keeper, once the keeper has everything and no other process is left.
     fn settled(&self) -> [Pid; 2] {
-        let wanted = usize::from(self.objects) * self.segments;
-        until(|| {
-            let keepers = self.served.keepers();
-            keepers.len() == 1 && stored(keepers[0]) >= wanted && stored(self.served.server()) == stored(keepers[0])
-        });
-        [self.served.server(), self.served.keeper()]
+        self.served.settled(usize::from(self.objects) * self.segments)
     }
 
     /// Sends both signals, and returns whether all objects are there once a server answers.

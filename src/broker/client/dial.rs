@@ -3,7 +3,6 @@
 use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process,
     time::{Duration, Instant},
 };
 
@@ -12,7 +11,7 @@ use crate::{
     channel::{Cancel, Config, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     error::{Error, ErrorCode, PeerError, Result, SocketError},
     wire::{
-        Hello, VERSION,
+        Hello,
         broker::{BROKER, Message, NO_BACKEND, Resume, Resumed},
     },
 };
@@ -79,13 +78,7 @@ impl Dialled {
         incoming: &mut [u8],
     ) -> Result<Self> {
         let socket = RecordSocket::new(socket, timeout, cancel)?.spinning(SPIN);
-        let hello = Message::Hello(Hello {
-            version: VERSION,
-            capabilities: vec![BROKER.to_owned()],
-            backend: NO_BACKEND.to_owned(),
-            pid: process::id(),
-            timeout_ms: super::milliseconds(timeout).max(1),
-        });
+        let hello = Message::Hello(Hello::new(&[BROKER], NO_BACKEND, timeout));
         let sent =
             send_on(&socket, &hello, &[]).and_then(|()| send_on(&socket, &Message::Resume(Resume::default()), &[]));
         match sent {

@@ -29,6 +29,7 @@ use crate::{
     wire::{
         ByteRange, Check, Received,
         broker::{self, GetObject, Message, Token},
+        milliseconds,
     },
 };
 
@@ -337,7 +338,7 @@ fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) 
     gets.iter().try_for_each(Get::check)?;
     Ok(Message::Get(Box::new(broker::GetHeader {
         objects: gets.iter().map(Get::request).collect(),
-        wait_ms: wait.map(super::milliseconds),
+        wait_ms: wait.map(milliseconds),
         claim: claim.map(|claim| claim.claim.clone()),
     })))
 }
@@ -345,7 +346,7 @@ fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) 
 /// Sends the request with the rest of its wait.
 fn send_get(exchange: &mut Exchange<'_>, request: &mut Message, left: Duration) -> Result<()> {
     if let Message::Get(get) = request {
-        get.wait_ms = get.wait_ms.map(|_| super::milliseconds(left));
+        get.wait_ms = get.wait_ms.map(|_| milliseconds(left));
     }
     exchange.send_first(request, &[])
 }

@@ -15,7 +15,7 @@ use super::{
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
-    broker::{manifest::fds_of, request},
+    broker::request,
     channel::deadline_after,
     driver::{Access, Driver},
     error::{BrokerError, DeviceError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
@@ -100,9 +100,9 @@ impl RawLease {
             let description: Description = part.memory.clone().try_into()?;
             let arrays = part.arrays.take().map(|table| {
                 let key = (header.id.clone(), part.name.clone(), table.length(), description.size);
-                let mut fd = tables.by_ref().take(fds_of(Some(&table))).collect::<Vec<_>>().into_iter();
+                let fd = if table.is_attached() { tables.next() } else { None };
                 cache.get(key, |key| {
-                    let text = read_text(table, &mut fd, MAX_TABLE);
+                    let text = read_text(table, &mut fd.into_iter(), MAX_TABLE);
                     text.and_then(|text| parse_arrays(&key.1, &text, key.3))
                 })
             });

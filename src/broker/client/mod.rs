@@ -28,7 +28,6 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::{Arc, atomic::Ordering},
-    time::Duration,
 };
 
 pub use self::{
@@ -331,8 +330,4 @@ fn new_token() -> Result<Token> {
         Ok(_) => Ok(Token(bytes)),
         Err(errno) => Err(Error::system("get random bytes", errno)),
     }
-}
-
-fn milliseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -24,6 +24,7 @@ use crate::{
         broker::{
             self, ArrayEntry, Attached, Lifetime, MAX_INLINE, Message, Published, PutHeader, Restore, Table, Token,
         },
+        milliseconds,
     },
 };
 
@@ -115,7 +116,7 @@ impl<'a> Put<'a> {
     ) -> Self {
         self.header.announced = parts.into_iter().map(Into::into).collect();
         self.header.group = Some(group.into());
-        self.header.wait_ms = (!wait.is_zero()).then(|| super::milliseconds(wait));
+        self.header.wait_ms = (!wait.is_zero()).then(|| milliseconds(wait));
         self
     }
 
@@ -391,7 +392,7 @@ impl<'a> Upload<'a> {
 
     /// Sends the put and waits until the version is published. `left` limits the wait for parts of other processes.
     pub(super) fn send(&mut self, exchange: &mut Exchange<'_>, left: Duration) -> Result<Published> {
-        self.message.wait_ms = self.message.wait_ms.map(|_| super::milliseconds(left));
+        self.message.wait_ms = self.message.wait_ms.map(|_| milliseconds(left));
         let (first, rest) = self.segments.split_at(self.message.sizes.len());
         let fds = self.tables.iter().map(AsFd::as_fd).chain(first.iter().map(|(_, segment)| segment.as_fd()));
         let fds: Vec<BorrowedFd<'_>> = fds.collect();

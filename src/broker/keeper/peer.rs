@@ -11,9 +11,9 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd::geteuid,
 };
-use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::{channel::Peer, sys::above_standard};
+use crate::{channel::Peer, sys::pidfd_of};
 
 /// A server or a keeper, from the view of the other. Dropping this leaves the process running.
 #[derive(Debug)]
@@ -73,11 +73,6 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
-}
-
-pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    above_standard(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 /// Checks that the peer runs as this user.

@@ -15,8 +15,8 @@ use nix::{
     unistd::Pid,
 };
 
-use super::peer::{Process, pidfd_of};
-use crate::sys;
+use super::peer::Process;
+use crate::sys::{self, pidfd_of};
 
 /// The pause before another fork if one failed, or if a twin died.
 const PAUSE: Duration = Duration::from_millis(100);

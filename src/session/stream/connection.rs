@@ -2,12 +2,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
-
 use crate::{
     channel::{Peer, record::check_type},
     error::Result,
-    sys::peer_pidfd,
+    sys::{peer_pidfd, pidfd_of},
 };
 
 /// A peer, as the kernel or the process that introduced it reports it.
@@ -27,16 +25,12 @@ impl Identity {
     pub(crate) fn of(socket: &impl AsFd) -> Result<Self> {
         check_type(socket)?;
         let peer = Peer::of(socket)?;
-        let process = peer_pidfd(socket.as_fd()).ok().or_else(|| open(peer));
+        let process = peer_pidfd(socket.as_fd()).or_else(|_| pidfd_of(peer.pid)).ok();
         Ok(Self { peer, process })
     }
 
     /// A process that has sent a record on the connection.
     pub(crate) fn of_sender(peer: Peer) -> Self {
-        Self { peer, process: open(peer) }
+        Self { peer, process: pidfd_of(peer.pid).ok() }
     }
-}
-
-fn open(peer: Peer) -> Option<OwnedFd> {
-    pidfd_open(Pid::from_raw(peer.pid)?, PidfdFlags::empty()).ok()
 }

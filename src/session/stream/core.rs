@@ -8,7 +8,7 @@ use std::{
     io,
     os::fd::BorrowedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -25,6 +25,7 @@ use crate::{
     sys::{
         above_standard, eventfd,
         fork::{PerProcess, ProcessIdentity},
+        lock,
         thread::spawn,
     },
 };
@@ -93,7 +94,7 @@ impl Core {
     /// [`Error::System`].
     pub(super) fn get() -> Result<Arc<Self>> {
         static CORE: PerProcess<Mutex<Weak<Core>>> = PerProcess::new(|| Mutex::new(Weak::new()));
-        let mut current = CORE.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(CORE.get());
         if let Some(core) = current.upgrade() {
             return Ok(core);
         }
@@ -122,7 +123,7 @@ impl Core {
     /// Forgets a source, whose descriptors are no longer watched. When this returns, the thread does not refer to it.
     pub(super) fn detach(&self, source: &Weak<dyn Source>) {
         self.shared.sources().all.retain(|other| !Weak::ptr_eq(other, source));
-        drop(self.shared.serving.lock());
+        drop(lock(&self.shared.serving));
     }
 
     /// Watches a descriptor.
@@ -182,7 +183,7 @@ impl Drop for Core {
 
 impl Shared {
     fn sources(&self) -> MutexGuard<'_, Sources> {
-        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.sources)
     }
 
     fn run(&self) {
@@ -199,7 +200,7 @@ impl Shared {
                     let _ = self.wake.read();
                     continue;
                 }
-                let _serving = self.serving.lock();
+                let _serving = lock(&self.serving);
                 let watched = self.sources().watched.get(&event.data()).cloned();
                 if let Some((source, key)) = watched.and_then(|(source, key)| Some((source.upgrade()?, key))) {
                     source.ready(key, event.events());
@@ -209,7 +210,7 @@ impl Shared {
     }
 
     fn tick(&self) -> Option<Instant> {
-        let _serving = self.serving.lock();
+        let _serving = lock(&self.serving);
         let all: Vec<_> = {
             let mut sources = self.sources();
             sources.all.retain(|source| source.strong_count() > 0);

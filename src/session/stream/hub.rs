@@ -32,8 +32,8 @@ use crate::{
     error::{Error, Result},
     memory::{Chunk, Device, Region, Shared, Spec},
     session::opening::Offer,
-    sys::{eventfd, fork::ProcessIdentity},
-    wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM, VERSION},
+    sys::{eventfd, fork::ProcessIdentity, lock},
+    wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
 
 /// The most events that wait for the program. Beyond it, the oldest is dropped.
@@ -206,10 +206,7 @@ impl Hub {
     }
 
     pub(super) fn hello(&self) -> Message {
-        let timeout_ms = u64::try_from(self.timeout().as_millis()).unwrap_or(u64::MAX).max(1);
-        let capabilities = vec![STREAM.to_owned()];
-        let backend = self.backend().to_string();
-        Message::Hello(Hello { version: VERSION, capabilities, backend, pid: process::id(), timeout_ms })
+        Message::Hello(Hello::new(&[STREAM], self.backend().as_str(), self.timeout()))
     }
 
     /// Readable when a buffer may be free, or an event waits.
@@ -218,7 +215,7 @@ impl Hub {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Removes closed connections, and wakes waiting threads. Call it before the lock is released.

@@ -12,7 +12,7 @@ use crate::{
     channel::record::{RecordSocket, send_raw},
     error::{Error, ErrorCode, ProtocolError, Result},
     session::link::{check_backend, mismatch, unexpected, violation},
-    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, VERSION},
+    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, VERSION, milliseconds},
 };
 
 /// The most connections that have not joined yet. Beyond it, the oldest is closed.
@@ -164,7 +164,7 @@ impl Member {
         let stream = Message::Stream(Stream {
             epoch: hub.epoch,
             size: hub.options.size,
-            deadline_ms: hub.options.every.map(|every| u64::try_from(every.as_millis()).unwrap_or(u64::MAX)),
+            deadline_ms: hub.options.every.map(milliseconds),
         });
         let offer = Message::Offer(Box::new((&hub.offer).into()));
         self.stage = Stage::Joining { progress: Progress::Mapping { sent: 0, history }, deadline: hub.deadline() };

@@ -228,13 +228,12 @@ impl<T: Default> Ledger<T> {
             Policy::Queue(length) => length.into(),
             Policy::Every => usize::MAX,
         };
-        while let Some(member) = self.members.get_mut(&id).filter(|member| member.waiting.len() > most) {
-            member.tally.skipped += 1;
-            if let Some(slot) = member.waiting.pop_front() {
-                self.release(slot);
-            }
-        }
-        self.members.get(&id).is_some_and(|member| !member.waiting.is_empty())
+        let excess = member.waiting.len().saturating_sub(most);
+        let dropped: Vec<usize> = member.waiting.drain(..excess).collect();
+        member.tally.skipped += excess as u64;
+        let waits = !member.waiting.is_empty();
+        dropped.into_iter().for_each(|slot| self.release(slot));
+        waits
     }
 
     /// A subscriber gives a buffer back. Returns false if it does not have it.

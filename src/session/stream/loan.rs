@@ -82,9 +82,7 @@ impl Loan {
         }
         let mut delivered = 0;
         for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
-            if !desk.ledger.has_room(member.id) {
-                member.drain(true, desk, &hub);
-            }
+            member.drain(true, desk, &hub);
             member.flush(desk, &hub);
             delivered += usize::from(!desk.ledger.has_waiting(member.id));
         }

@@ -195,9 +195,7 @@ impl Member {
                 Ok(())
             }
             (_, Message::Leave(Leave { held })) => {
-                if self.is_subscribed() {
-                    desk.report(Event::Left { subscriber: self.info(), orderly: true });
-                }
+                self.report_left(true, desk);
                 self.stage = Stage::Former;
                 if !desk.ledger.leave(self.id, |number| held.contains(&number)) {
                     self.vanish(desk);
@@ -308,9 +306,7 @@ impl Member {
 
     /// The peer has closed the connection, or sent an error.
     fn hang_up(&mut self, desk: &mut Desk, hub: &Hub) {
-        if self.is_subscribed() {
-            desk.report(Event::Left { subscriber: self.info(), orderly: false });
-        }
+        self.report_left(false, desk);
         // Until its process is gone, it may still read its buffers.
         let can_wait = self.process_token.is_some() && self.may_hold();
         self.stage = Stage::Former;
@@ -322,11 +318,15 @@ impl Member {
 
     /// The peer's process has exited.
     pub(super) fn process_gone(&mut self, desk: &mut Desk) {
-        if self.is_subscribed() {
-            desk.report(Event::Left { subscriber: self.info(), orderly: false });
-        }
+        self.report_left(false, desk);
         desk.ledger.leave(self.id, |_| false);
         self.vanish(desk);
+    }
+
+    fn report_left(&self, orderly: bool, desk: &mut Desk) {
+        if self.is_subscribed() {
+            desk.report(Event::Left { subscriber: self.info(), orderly });
+        }
     }
 
     fn vanish(&mut self, desk: &mut Desk) {
@@ -347,9 +347,7 @@ impl Member {
         if matches!(error, Error::Peer(PeerError::Protocol(ProtocolError::UnreadableError { .. }))) {
             return self.hang_up(desk, hub);
         }
-        if self.is_subscribed() {
-            desk.report(Event::Left { subscriber: self.info(), orderly: false });
-        }
+        self.report_left(false, desk);
         self.stop(error, desk, hub);
     }
 

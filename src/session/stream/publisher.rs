@@ -159,9 +159,7 @@ impl Publisher {
     fn lend(&self, state: &mut State, size: u64) -> Option<Loan> {
         // Returned buffers are read here, so that the publication is sent at once.
         for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
-            if !state.desk.ledger.has_room(member.id) {
-                member.drain(true, &mut state.desk, &self.hub);
-            }
+            member.drain(true, &mut state.desk, &self.hub);
         }
         let lent = state.desk.ledger.lend(size).or_else(|shortage| {
             if shortage == Shortage::Loans {

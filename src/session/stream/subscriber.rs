@@ -7,7 +7,7 @@ use std::{
     },
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, TryLockError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -33,7 +33,7 @@ use crate::{
         link::{Link, check_backend, code_for, mismatch, unexpected, violation},
         opening::{self, DeviceChoice, Offer, acknowledge},
     },
-    sys::fork::ProcessIdentity,
+    sys::{fork::ProcessIdentity, try_lock},
     wire::{DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM, Stream},
 };
 
@@ -258,7 +258,7 @@ impl Subscriber {
         let deadline = deadline_after(limit);
         let timeout = || Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: limit });
         let mut reader = loop {
-            match self.try_reader() {
+            match try_lock(&self.reader) {
                 Some(reader) => break reader,
                 None if Instant::now() >= deadline => return Err(timeout()),
                 // Another thread receives.
@@ -273,17 +273,9 @@ impl Subscriber {
     /// # Errors
     /// The other errors of [`Subscriber::receive`].
     pub fn try_receive(&self) -> Result<Option<Received>> {
-        match self.try_reader() {
+        match try_lock(&self.reader) {
             Some(mut reader) => self.next(&mut reader, Instant::now()),
             None => Ok(None),
-        }
-    }
-
-    fn try_reader(&self) -> Option<MutexGuard<'_, Reader>> {
-        match self.reader.try_lock() {
-            Ok(reader) => Some(reader),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
         }
     }
 

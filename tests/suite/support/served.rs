@@ -201,6 +201,16 @@ impl Served {
         }
     }
 
+    /// The server and the keeper, once both hold the same, at least `least` descriptors of memory, and no other process is left: the kill of
+    /// one then loses nothing.
+    pub(crate) fn settled(&self, least: usize) -> [Pid; 2] {
+        until(|| {
+            let keepers = self.keepers();
+            keepers.len() == 1 && stored(keepers[0]) >= least && stored(self.server()) == stored(keepers[0])
+        });
+        [self.server(), self.keeper()]
+    }
+
     /// Kills the server and waits for the next one. Returns its pid and the time until its hello.
     #[track_caller]
     pub(crate) fn kill_server(&self) -> (Pid, Duration) {

@@ -1,6 +1,6 @@
 //! Connects, hellos, disconnects, deadlines, and completed sends.
 
-use std::{process, time::Duration};
+use std::time::Duration;
 
 use super::{
     effects::{Effect, Effects},
@@ -48,14 +48,7 @@ pub(crate) fn hello(state: &mut State, effects: &mut Effects, id: ConnectionId, 
     }
     let Some(client) = state.clients.get_mut(&id) else { return };
     client.greeted = true;
-    let timeout_ms = u64::try_from(state.timeout.as_millis()).unwrap_or(u64::MAX).max(1);
-    let answer = Hello {
-        version: VERSION,
-        capabilities: vec![BROKER.to_owned()],
-        backend: NO_BACKEND.to_owned(),
-        pid: process::id(),
-        timeout_ms,
-    };
+    let answer = Hello::new(&[BROKER], NO_BACKEND, state.timeout);
     reply(state, effects, id, &Message::Hello(answer));
 }
 
