@@ -83,14 +83,20 @@ fn wrong_returns_end_the_subscription(subject: Subject) {
         assert_eq!([number(&mut channel), number(&mut channel)], [1, 2]);
         wrong.iter().for_each(|message| channel.send(message, &[]).unwrap());
         stage.until(|event| matches!(event, Event::Left { orderly: false, .. }));
-        while matches!(channel.receive("for the error").unwrap().0, Message::Ready(_)) {}
+        let mut held = 2 - usize::from(wrong[0] == done(1));
+        while matches!(channel.receive("for the error").unwrap().0, Message::Ready(_)) {
+            held += 1;
+        }
         stage.publish(4);
         assert_eq!(take(&healthy).number(), 4, "the others go on");
         // What it has not given back stays out of use, until it gives it back.
         let out = || stage.publisher.stats().subscribers.iter().map(|usage| usage.buffers).sum::<usize>();
         eventually("the buffers of the healthy one", || (1..=2).contains(&out()));
         channel.send(&done(2), &[]).unwrap();
-        channel.send(&Message::Leave(Leave { held: vec![] }), &[]).unwrap();
+        // With its last buffer, the publisher closes the connection.
+        if held > 1 {
+            channel.send(&Message::Leave(Leave { held: vec![] }), &[]).unwrap();
+        }
         stage.until_free(6);
     }
 }
