@@ -35,7 +35,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result, SocketError},
-    sys::above_standard,
+    sys::{above_standard, fork::ProcessIdentity},
 };
 
 /// The length of the accept queue.
@@ -73,6 +73,8 @@ struct SocketFile {
     folder: File,
     name: OsString,
     inode: (u64, u64),
+    /// A fork does not remove it.
+    creator: ProcessIdentity,
 }
 
 impl Listener {
@@ -137,7 +139,7 @@ impl Listener {
             None
         });
         drop(lock);
-        let file = Some(SocketFile { folder, name, inode });
+        let file = Some(SocketFile { folder, name, inode, creator: ProcessIdentity::current() });
         Ok((Self { socket, path: path.to_owned(), file, mark }, marked_by))
     }
 
@@ -351,7 +353,10 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let Some(SocketFile { folder, name, inode }) = &self.file else { return };
+        let Some(SocketFile { folder, name, inode, creator }) = &self.file else { return };
+        if !creator.is_current() {
+            return;
+        }
         let folder_path = self.path.parent().unwrap_or(Path::new(""));
         let locked = Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, LOCK_TIMEOUT, &cancel));
         // Another process may hold the lock. Then the file is removed without the lock, with a short race.

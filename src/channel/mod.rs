@@ -111,6 +111,11 @@ impl Channel {
         self.socket.timeout()
     }
 
+    /// Lets the exit of the peer's process, by its pidfd, count as the end of the connection.
+    pub(crate) fn watch_process(&mut self, process: Option<OwnedFd>) {
+        self.socket.watch_process(process);
+    }
+
     /// The request that cancels the channel's waits.
     pub fn cancel(&self) -> &Cancel {
         self.socket.cancel()

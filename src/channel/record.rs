@@ -68,6 +68,8 @@ pub struct RecordSocket {
     spin: Duration,
     /// Whether the receive call itself blocks, without a deadline.
     blocking: bool,
+    /// The peer's pidfd: its exit ends a wait, even if a fork of the peer has a copy of its socket.
+    process: Option<OwnedFd>,
 }
 
 impl RecordSocket {
@@ -80,19 +82,24 @@ impl RecordSocket {
         socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
         let socket = Arc::new(socket);
         let cancel = cancel.clone();
-        Ok(Self { socket, timeout, cancel, spin: Duration::ZERO, blocking: false })
+        Ok(Self { socket, timeout, cancel, spin: Duration::ZERO, blocking: false, process: None })
     }
 
     /// Keeps a socket blocking: receiving is one system call without a deadline.
     pub fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
         let socket = Arc::new(UnixStream::from(socket));
         let cancel = cancel.clone();
-        Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true }
+        Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true, process: None }
     }
 
     /// Sets how long a receiver polls the socket before it sleeps.
     pub fn spinning(self, spin: Duration) -> Self {
         Self { spin, ..self }
+    }
+
+    /// Lets the exit of the peer's process, by its pidfd, count as the end of the connection.
+    pub fn watch_process(&mut self, process: Option<OwnedFd>) {
+        self.process = process;
     }
 
     /// The limit of each wait.
@@ -192,7 +199,7 @@ impl RecordSocket {
     /// # Errors
     /// The errors of [`RecordSocket::receive`].
     pub fn receive_by(&self, record: &mut [u8], deadline: Instant, purpose: &'static str) -> Result<Record> {
-        let mut resets = 0;
+        let (mut resets, mut exited) = (0, false);
         let mut asleep_from = None;
         loop {
             // Checked even while records are queued: a peer that never pauses must not prevent cancellation.
@@ -210,8 +217,16 @@ impl RecordSocket {
                     if now < deadline && now < *asleep_from.get_or_insert(now + self.spin) {
                         // The peer may need this CPU.
                         thread::yield_now();
-                    } else if !self.cancel.wait(self.as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
+                        continue;
+                    }
+                    let process = self.process.as_ref().map_or(self.as_fd(), AsFd::as_fd);
+                    let polled = [(self.as_fd(), PollFlags::POLLIN), (process, PollFlags::POLLIN)];
+                    match self.cancel.wait_any(polled, deadline)? {
+                        None => return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout })),
+                        Some(0) => {}
+                        Some(_) if exited => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
+                        // Behind its last records.
+                        Some(_) => exited = true,
                     }
                 }
                 // ECONNRESET is reported once, before queued records: keep reading.
@@ -318,6 +333,8 @@ pub(crate) enum Next {
     Record {
         /// Whether it carries descriptors.
         descriptors: bool,
+        /// The process that sent it. `None` if the record was sent before the socket had `SO_PASSCRED`.
+        sender: Option<Peer>,
     },
     /// The peer has closed the connection.
     End,
@@ -333,28 +350,60 @@ pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let seen = look(socket, &mut ancillary)?;
     let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
-    let credentials = ancillary.drain().any(|message| matches!(message, RecvAncillaryMessage::ScmCredentials(_)));
-    Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
-}
-
-/// The process that sent the next record of a socket with `SO_PASSCRED`. `None` if there is no record, the socket lacks the option, or
-/// the record was sent before the socket had it. Does not remove the record, does not block, and installs no descriptor.
-pub(crate) fn sender(socket: impl AsFd) -> Option<Peer> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    look(socket, &mut ancillary).ok()?;
-    ancillary.drain().find_map(|message| match message {
+    let credentials = ancillary.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmCredentials(found) => {
             Some(Peer { pid: found.pid.as_raw_nonzero().get(), uid: found.uid.as_raw() })
         }
         _ => None,
-    })
+    });
+    let is_record = seen.bytes > 0 || credentials.is_some() || descriptors;
+    let sender = credentials.filter(|sender| sender.pid > 0);
+    Ok(if is_record { Next::Record { descriptors, sender } } else { Next::End })
+}
+
+/// Inspects the next record of a socket without `SO_PASSCRED`, as [`peek`] does.
+///
+/// # Errors
+/// The errors of [`peek`].
+pub(crate) fn peek_unsigned(socket: impl AsFd) -> io::Result<Next> {
+    let seen = look(socket, &mut RecvAncillaryBuffer::default())?;
+    let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
+    Ok(if seen.bytes > 0 || descriptors { Next::Record { descriptors, sender: None } } else { Next::End })
 }
 
 /// Whether the next record of a socket without `SO_PASSCRED` carries descriptors. Does not remove it, does not block, and installs no
 /// descriptor: closing a duplicate could block.
 pub(crate) fn has_descriptors(socket: impl AsFd) -> bool {
-    look(socket, &mut RecvAncillaryBuffer::default()).is_ok_and(|seen| seen.flags.contains(ReturnFlags::CTRUNC))
+    matches!(peek_unsigned(socket), Ok(Next::Record { descriptors: true, .. }))
+}
+
+/// The most queued records that [`is_drained`] discards.
+const MAX_DISCARDED: usize = 128;
+
+/// Shuts a connection down and discards queued records without descriptors. Returns whether the queue is empty, so that close(2) can't
+/// block. Does not block.
+pub(crate) fn is_drained(socket: &impl AsFd) -> bool {
+    // From here on, the peer's sends fail and the queue can't grow.
+    let ended = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+    // Lets `peek` distinguish an empty record from the end of the stream.
+    if ended.and_then(|()| sockopt::set_socket_passcred(socket, true)).is_err() {
+        return false;
+    }
+    for _ in 0..MAX_DISCARDED {
+        match peek(socket) {
+            Ok(Next::End) => return true,
+            Ok(Next::Record { descriptors: true, .. }) => return false,
+            Ok(Next::Record { descriptors: false, .. }) => {
+                if rustix::net::recv(socket, &mut [0; 1][..], RecvFlags::DONTWAIT).is_err() {
+                    return false;
+                }
+            }
+            // A reset is reported once, before queued records.
+            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return false,
+        }
+    }
+    false
 }
 
 fn look(socket: impl AsFd, ancillary: &mut RecvAncillaryBuffer<'_>) -> rustix::io::Result<RecvMsg> {

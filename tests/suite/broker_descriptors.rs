@@ -27,13 +27,13 @@ const MIB: u64 = 1 << 20;
 const LINGER: Duration = Duration::from_secs(600);
 
 /// Descriptors whose close blocks until this value is dropped.
-struct Lingering {
+pub(crate) struct Lingering {
     files: Vec<OwnedFd>,
     _unread: TcpListener,
 }
 
 impl Lingering {
-    fn new(count: usize) -> Self {
+    pub(crate) fn new(count: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         rustix::net::listen(&listener, 4096).unwrap();
         sockopt::set_socket_recv_buffer_size(&listener, 4096).unwrap();
@@ -50,7 +50,7 @@ impl Lingering {
     }
 
     /// Sends the descriptors while the server is stopped. The queued record keeps them open, so closing them here does not block.
-    fn send(&mut self, raw: &Raw, record: &[u8]) {
+    pub(crate) fn send(&mut self, raw: &Raw, record: &[u8]) {
         let fds: Vec<BorrowedFd<'_>> = self.files.iter().map(AsFd::as_fd).collect();
         raw.send_bytes(record, &fds).unwrap();
         self.files.clear();

@@ -1,10 +1,15 @@
 //! The identity of a peer: its process, and a descriptor that shows its exit.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use nix::libc;
 
 use crate::{
     channel::{Peer, record::check_type},
-    error::Result,
+    error::{Error, Result},
     sys::{peer_pidfd, pidfd_of},
 };
 
@@ -25,12 +30,30 @@ impl Identity {
     pub(crate) fn of(socket: &impl AsFd) -> Result<Self> {
         check_type(socket)?;
         let peer = Peer::of(socket)?;
-        let process = peer_pidfd(socket.as_fd()).or_else(|_| pidfd_of(peer.pid)).ok();
-        Ok(Self { peer, process })
+        let process = peer_pidfd(socket.as_fd()).or_else(|error| match is_short(&error) {
+            true => Err(error),
+            false => pidfd_of(peer.pid),
+        });
+        Self::with(peer, process)
     }
 
     /// A process that has sent a record on the connection.
-    pub(crate) fn of_sender(peer: Peer) -> Self {
-        Self { peer, process: pidfd_of(peer.pid).ok() }
+    ///
+    /// # Errors
+    /// [`Error::System`](crate::Error::System).
+    pub(crate) fn of_sender(peer: Peer) -> Result<Self> {
+        Self::with(peer, pidfd_of(peer.pid))
     }
+
+    fn with(peer: Peer, process: io::Result<OwnedFd>) -> Result<Self> {
+        match process {
+            Err(error) if is_short(&error) => Err(Error::system("open a peer's pidfd", error)),
+            process => Ok(Self { peer, process: process.ok() }),
+        }
+    }
+}
+
+/// Whether a call failed because this process or the kernel lacks room, and not because the kernel or a filter does not have the call.
+fn is_short(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
 }

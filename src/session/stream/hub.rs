@@ -32,12 +32,15 @@ use crate::{
     error::{Error, Result},
     memory::{Chunk, Device, Region, Shared, Spec},
     session::opening::Offer,
-    sys::{eventfd, fork::ProcessIdentity, lock},
+    sys::{eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
 
 /// The most events that wait for the program. Beyond it, the oldest is dropped.
 const MAX_EVENTS: usize = 1024;
+
+/// How long no connection is accepted after a failure.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// How long a waiting thread polls before it sleeps: about the time of a wakeup.
 const SPIN: Duration = Duration::from_micros(20);
@@ -58,9 +61,11 @@ pub(super) struct Hub {
     pub(super) inbox: Epoll,
     /// Wakes the thread that waits for a buffer.
     freed: EventFd,
+    /// Readable after a change that follows an attempt without a result.
+    hint: EventFd,
     /// Readable while events wait.
     news: EventFd,
-    /// Readable with `inbox` or `news`: for the program.
+    /// Readable with `inbox`, `hint` or `news`: for the program.
     watch: Epoll,
     state: Mutex<State>,
     /// Wakes the threads that wait for their turn to wait.
@@ -140,10 +145,12 @@ impl Hub {
         let offer = Offer { object, memory: memory.describe()?, array, access, part: Some(part), check };
         let system = |error| Error::system("create a publisher's descriptors", error);
         let (inbox, watch) = (epoll().map_err(system)?, epoll().map_err(system)?);
-        let (freed, news) = (eventfd().map_err(system)?, eventfd().map_err(system)?);
+        let [freed, hint, news] = [eventfd(), eventfd(), eventfd()];
+        let (freed, hint, news) = (freed.map_err(system)?, hint.map_err(system)?, news.map_err(system)?);
         let readable = || EpollEvent::new(EpollFlags::EPOLLIN, 0);
         let added = inbox.add(&freed, readable()).and_then(|()| watch.add(&inbox.0, readable()));
-        added.and_then(|()| watch.add(&news, readable())).map_err(|errno| system(errno.into()))?;
+        let added = added.and_then(|()| watch.add(&hint, readable())).and_then(|()| watch.add(&news, readable()));
+        added.map_err(|errno| system(errno.into()))?;
         let desk = Desk {
             ledger,
             format: None,
@@ -170,6 +177,7 @@ impl Hub {
             core,
             inbox,
             freed,
+            hint,
             news,
             watch,
             state: Mutex::new(state),
@@ -232,24 +240,34 @@ impl Hub {
         if std::mem::take(&mut state.desk.has_news) {
             let _ = self.news.write(1);
         }
-        if state.is_awaited || state.is_short {
+        if state.is_awaited {
             let _ = self.freed.write(1);
         }
+        if state.is_short {
+            let _ = self.hint.write(1);
+        }
     }
 
-    /// Listens for subscribers.
-    pub(super) fn listen(&self, state: &mut State, listener: Listener) -> Result<()> {
+    /// Listens for subscribers. Returns the listener that is no longer used: its drop may wait for a file lock, so drop it without the
+    /// state's lock.
+    pub(super) fn listen(&self, state: &mut State, listener: Listener) -> Result<Option<Listener>> {
+        // On a kernel without this, members look at each record first.
+        let _ = pass_descriptors(listener.as_fd(), false);
         let token = self.core.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0);
         let token = token.map_err(|error| Error::system("watch a listening socket", error))?;
-        self.stop_listening(state);
+        let former = self.stop_listening(state);
         state.listener = Some((listener, Some(token)));
-        Ok(())
+        Ok(former)
     }
 
-    pub(super) fn stop_listening(&self, state: &mut State) {
-        if let Some((listener, Some(token))) = state.listener.take() {
+    /// Stops listening. Returns the listener, as [`Hub::listen`] does.
+    #[must_use = "its drop may wait for a file lock"]
+    pub(super) fn stop_listening(&self, state: &mut State) -> Option<Listener> {
+        let (listener, token) = state.listener.take()?;
+        if let Some(token) = token {
             self.core.remove(token, listener.as_fd());
         }
+        Some(listener)
     }
 
     /// Accepts no connection for a moment: the process has no descriptor left, and the thread would not sleep.
@@ -258,8 +276,21 @@ impl Hub {
             && let Some(token) = token.take()
         {
             self.core.remove(token, listener.as_fd());
-            state.paused_until = Some(Instant::now() + Duration::from_millis(50));
+            state.paused_until = Some(Instant::now() + PAUSE);
         }
+    }
+
+    /// Accepts connections again. Returns the time of the next attempt if this one failed.
+    fn resume_listener(&self, state: &mut State) -> Option<Instant> {
+        let State { listener: Some((listener, token @ None)), paused_until, .. } = state else { return None };
+        match self.core.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0) {
+            Ok(added) => *token = Some(added),
+            Err(error) => {
+                tracing::error!(%error, "can't accept subscribers now");
+                *paused_until = Some(Instant::now() + PAUSE);
+            }
+        }
+        *paused_until
     }
 
     /// Reads the records of all subscribers, and sends the buffers that wait for them.
@@ -300,7 +331,10 @@ impl Hub {
             } else if state.is_awaited {
                 let slice = CHECK_INTERVAL.min(deadline - now);
                 (state, _) = self.turn.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
+                drop(state);
+                // The program's check may take locks of its own.
                 self.cancel.check_now()?;
+                state = self.lock();
             } else {
                 state.is_awaited = true;
                 drop(state);
@@ -318,7 +352,7 @@ impl Hub {
     pub(super) fn attempt<T>(&self, attempt: impl FnOnce(&mut State) -> Option<T>) -> Option<T> {
         let state = &mut *self.lock();
         if std::mem::take(&mut state.is_short) {
-            let _ = self.freed.read();
+            let _ = self.hint.read();
         }
         let found = attempt(state);
         self.settle(state);
@@ -361,11 +395,12 @@ impl Hub {
     /// Closes all connections. Loans may still refer to the pool.
     pub(super) fn close(&self) {
         let mut state = self.lock();
-        self.stop_listening(&mut state);
+        let listener = self.stop_listening(&mut state);
         let members = std::mem::take(&mut state.members);
         members.into_values().for_each(|mut member| member.close(self));
         state.desk.is_finished = true;
         drop(state);
+        drop(listener);
         self.core.detach(&self.source());
     }
 }
@@ -393,12 +428,7 @@ impl Source for Hub {
         let state = &mut *self.lock();
         let mut next = state.paused_until;
         if next.is_some_and(|until| until <= now) {
-            (state.paused_until, next) = (None, None);
-            if let Some((listener, _)) = state.listener.take()
-                && let Err(error) = self.listen(state, listener)
-            {
-                tracing::error!(error = error.in_full(), "no more subscribers are accepted");
-            }
+            (state.paused_until, next) = (None, self.resume_listener(state));
         }
         let ticks = state.members.values_mut().filter_map(|member| member.tick(now, &mut state.desk, self));
         let next = ticks.chain(next).min();

@@ -1,11 +1,14 @@
 //! Subscribers that join: the publisher's half of the messages before the first buffer. No step waits for the subscriber.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
 
 use super::{
     connection::Identity,
     hub::{Desk, Hub, State},
-    member::{Member, Stage, is_full},
+    member::{Member, Stage},
     options::Policy,
 };
 use crate::{
@@ -18,6 +21,12 @@ use crate::{
 /// The most connections that have not joined yet. Beyond it, the oldest is closed.
 const MAX_JOINING: usize = 64;
 
+/// The most subscribers of a publisher whose sizes vary. A pool of fixed sizes has a limit in its number of buffers.
+const MAX_VARYING: usize = 1024;
+
+/// The most `busy` that a peer may send: more than it needs for any pool.
+const MAX_BUSY: usize = 100_000;
+
 /// How far a connection is.
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -26,7 +35,7 @@ pub(super) enum Progress {
     /// It has sent its hello.
     Greeted { backend: String, streams: bool },
     /// It maps the pool, whose first `sent` segments it was sent.
-    Mapping { sent: usize, history: usize },
+    Mapping { sent: usize, history: usize, busy: usize },
 }
 
 impl Hub {
@@ -59,12 +68,7 @@ impl Hub {
     /// [`Error::System`].
     pub(super) fn admit(&self, state: &mut State, socket: OwnedFd, identity: Identity) -> Result<()> {
         Self::make_room(state, MAX_JOINING);
-        let is_own = identity.peer.pid == nix::unistd::getpid().as_raw();
         let trusted = self.config.trust.check(identity.peer);
-        if is_own {
-            // A socket pair, whose other end may be in another process: its records show the sender.
-            let _ = rustix::net::sockopt::set_socket_passcred(&socket, true);
-        }
         let socket = RecordSocket::new(socket, self.timeout(), &self.cancel)?;
         let id = state.next_id;
         state.next_id += 1;
@@ -124,8 +128,11 @@ impl Member {
                 let message = format!("there is no object `{object}` here: this producer has a stream: subscribe");
                 Err(mismatch(ErrorCode::Object, message))
             }
-            (Progress::Mapping { .. }, Message::Busy(_)) => Ok(()),
-            (Progress::Mapping { sent, history }, Message::Received(received)) => {
+            (&Progress::Mapping { sent, history, busy }, Message::Busy(_)) if busy < MAX_BUSY => {
+                *progress = Progress::Mapping { sent, history, busy: busy + 1 };
+                Ok(())
+            }
+            (Progress::Mapping { sent, history, .. }, Message::Received(received)) => {
                 let (sent, history) = (*sent, *history);
                 if received.segments != sent as u64 {
                     let count = received.segments;
@@ -150,6 +157,10 @@ impl Member {
             let message = "this publisher does not wait for subscribers: the policy `every` is not allowed here";
             return Err(mismatch(ErrorCode::Access, message));
         }
+        if hub.options.size.is_none() && desk.ledger.members() >= MAX_VARYING {
+            let message = format!("this publisher has {MAX_VARYING} subscribers, the most for varying sizes");
+            return Err(mismatch(ErrorCode::Full, message));
+        }
         let room = usize::try_from(subscribe.held).unwrap_or(usize::MAX);
         desk.ledger.join(self.id, policy, room).map_err(|few| {
             let (needed, buffers) = (few.needed, few.buffers);
@@ -167,17 +178,17 @@ impl Member {
             deadline_ms: hub.options.every.map(milliseconds),
         });
         let offer = Message::Offer(Box::new((&hub.offer).into()));
-        self.stage = Stage::Joining { progress: Progress::Mapping { sent: 0, history }, deadline: hub.deadline() };
+        self.stage =
+            Stage::Joining { progress: Progress::Mapping { sent: 0, history, busy: 0 }, deadline: hub.deadline() };
         if self.send(&stream) && self.send(&offer) { self.send_segments(0, hub) } else { Err(unsent()) }
     }
 
     /// A socket pair of this process may connect it with another process.
     fn find_sender(&mut self, desk: &Desk, hub: &Hub) -> Result<()> {
-        if let Some(socket) = &self.socket {
-            let _ = rustix::net::sockopt::set_socket_passcred(socket, false);
-        }
-        match desk.sender.filter(|sender| sender.pid > 0 && sender.pid != self.identity.peer.pid) {
-            Some(sender) => self.identify(Identity::of_sender(sender), hub),
+        let (true, Some(socket)) = (std::mem::take(&mut self.shows_sender), &self.socket) else { return Ok(()) };
+        let _ = rustix::net::sockopt::set_socket_passcred(socket, false);
+        match desk.sender.filter(|sender| sender.pid != self.identity.peer.pid) {
+            Some(sender) => self.identify(Identity::of_sender(sender)?, hub),
             None => Ok(()),
         }
     }
@@ -191,7 +202,8 @@ impl Member {
         let Some(socket) = &self.socket else { return Ok(()) };
         match send_raw(socket.stream(), &record, &fds) {
             Ok(()) => {}
-            Err(error) if is_full(&error) => return Err(unsent()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(unsent()),
+            Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => return Err(unsent()),
             Err(error) => return Err(Error::system("send the pool to a subscriber", error)),
         }
         if let Stage::Joining { progress: Progress::Mapping { sent, .. }, .. } = &mut self.stage {

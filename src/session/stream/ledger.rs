@@ -57,6 +57,8 @@ struct Member {
     given: Vec<usize>,
     /// The buffers that wait for it, oldest first.
     waiting: VecDeque<usize>,
+    /// How many may wait although its queue is shorter: what remains of the history that it asked for.
+    backlog: usize,
     state: State,
     tally: Tally,
 }
@@ -121,7 +123,7 @@ impl<T: Default> Ledger<T> {
         if self.loaned >= self.limits.loans {
             return Err(Shortage::Loans);
         }
-        let full = self.members.iter().find(|(_, member)| member.stops_publisher(self.loaned));
+        let full = self.members.iter().find(|(_, member)| member.stops_publisher());
         if let Some((&id, _)) = full {
             return Err(Shortage::Every(id));
         }
@@ -228,9 +230,10 @@ impl<T: Default> Ledger<T> {
             Policy::Queue(length) => length.into(),
             Policy::Every => usize::MAX,
         };
-        let excess = member.waiting.len().saturating_sub(most);
+        let excess = member.waiting.len().saturating_sub(most.max(member.backlog));
         let dropped: Vec<usize> = member.waiting.drain(..excess).collect();
         member.tally.skipped += excess as u64;
+        member.backlog = member.backlog.min(member.waiting.len());
         let waits = !member.waiting.is_empty();
         dropped.into_iter().for_each(|slot| self.release(slot));
         waits
@@ -259,7 +262,7 @@ impl<T: Default> Ledger<T> {
             return Err(TooFew { needed, buffers });
         }
         let (given, waiting, tally) = (Vec::with_capacity(room), VecDeque::new(), Tally::default());
-        self.members.insert(id, Member { policy, room, given, waiting, state: State::Joining, tally });
+        self.members.insert(id, Member { policy, room, given, waiting, backlog: 0, state: State::Joining, tally });
         Ok(())
     }
 
@@ -272,6 +275,7 @@ impl<T: Default> Ledger<T> {
             member.waiting.push_back(slot);
             self.slots[slot].uses += 1;
         }
+        member.backlog = member.waiting.len();
     }
 
     /// Ends a subscription. Of the given buffers the subscriber keeps only `kept`. Returns whether it has any.
@@ -338,6 +342,11 @@ impl<T: Default> Ledger<T> {
         (member.given.len(), member.given.iter().map(|slot| self.slots[*slot].size).sum())
     }
 
+    /// The number of subscribers, with the former ones that have buffers.
+    pub(super) fn members(&self) -> usize {
+        self.members.len()
+    }
+
     /// The number of free buffers, or of free bytes in a pool of varying sizes.
     pub(super) fn free(&self) -> u64 {
         self.space.as_ref().map_or(self.free.len() as u64, Space::free)
@@ -351,10 +360,10 @@ impl<T: Default> Slot<T> {
 }
 
 impl Member {
-    /// Whether another loan, after `loaned` others, could leave more than one buffer waiting for a subscriber that skips none.
-    fn stops_publisher(&self, loaned: usize) -> bool {
+    /// Whether a buffer waits for a subscriber that skips none, and that has no room for it.
+    fn stops_publisher(&self) -> bool {
         let is_asked = self.policy == Policy::Every && self.state == State::Active;
-        is_asked && self.given.len() + self.waiting.len() + loaned > self.room
+        is_asked && self.given.len() + self.waiting.len() > self.room
     }
 
     /// The most buffers that it can have from now on.

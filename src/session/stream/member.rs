@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    mem::ManuallyDrop,
     os::fd::AsFd,
     sync::Arc,
     time::{Duration, Instant},
@@ -19,17 +20,24 @@ use super::{
     options::Policy,
 };
 use crate::{
-    channel::record::{Arrival, RecordSocket, is_gone, send_raw, sender},
+    channel::record::{Arrival, Next, RecordSocket, is_drained, is_gone, peek, peek_unsigned, send_raw},
     error::{Error, PeerError, ProtocolError, Result},
     session::link::{code_for, unexpected, violation},
-    wire::{Done, End, Failure, Leave, Message},
+    sys::{pass_descriptors, thread::spawn},
+    wire::{Done, End, Failure, Leave, MAX_HELD, Message},
 };
 
 /// How long a refused peer may take to read the reason and close.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// The most records read in one go, so that no peer occupies the thread. A correct subscriber queues fewer.
-const MAX_READ: usize = 256;
+/// The most records read in one go, so that no peer occupies the thread or keeps the lock. A correct subscriber queues hardly more.
+const MAX_READ: usize = MAX_HELD as usize + 2;
+
+/// The most records that a former subscriber may send without giving back a buffer: returns that crossed its `leave`, and the `leave`.
+const MAX_LATE: usize = MAX_HELD as usize + 2;
+
+/// The pause after too many descriptors were in flight. EPOLLOUT does not report the change.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// One connection.
 #[derive(Debug)]
@@ -46,6 +54,16 @@ pub(super) struct Member {
     armed: EpollFlags,
     /// Whether the socket's buffer is full.
     is_blocked: bool,
+    /// When to send again, because too many descriptors were in flight.
+    retry: Option<Instant>,
+    /// Whether records can have descriptors: always on a kernel older than 6.16, otherwise those that were sent before this side refused
+    /// them. Closing a received descriptor can block for ever, so such a record is never received.
+    may_have_descriptors: bool,
+    refuses_descriptors: bool,
+    /// Whether records show their sender, until it has subscribed: the connection is a socket pair of this process.
+    pub(super) shows_sender: bool,
+    /// The records that a former subscriber has sent without giving back a buffer.
+    late: usize,
     /// Since when a buffer waits for the subscriber, which has given none back since then.
     stalled: Option<Instant>,
     /// The format that the subscriber knows.
@@ -73,6 +91,10 @@ impl Member {
     /// [`Error::System`].
     pub(super) fn new(id: u64, socket: RecordSocket, identity: Identity, hub: &Hub) -> Result<Self> {
         let deadline = hub.deadline();
+        let refuses_descriptors = pass_descriptors(socket.as_fd(), false).is_ok();
+        // A socket pair, whose other end may be in another process.
+        let is_own = identity.peer.pid == nix::unistd::getpid().as_raw();
+        let shows_sender = is_own && rustix::net::sockopt::set_socket_passcred(&socket, true).is_ok();
         let mut member = Self {
             id,
             socket: Some(socket),
@@ -83,6 +105,11 @@ impl Member {
             process_token: None,
             armed: EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
             is_blocked: false,
+            retry: None,
+            may_have_descriptors: true,
+            refuses_descriptors,
+            shows_sender,
+            late: 0,
             stalled: None,
             format: None,
         };
@@ -130,6 +157,10 @@ impl Member {
         if let Some(token) = self.socket_token.take() {
             hub.core.remove(token, socket.as_fd());
         }
+        // The shutdown shows the peer the end even if a fork of this process has a copy of the socket.
+        if !is_drained(&socket) {
+            close_elsewhere(socket);
+        }
     }
 
     pub(super) fn info(&self) -> SubscriberInfo {
@@ -153,10 +184,10 @@ impl Member {
             if until_room && desk.ledger.has_room(self.id) {
                 return;
             }
-            let Some(socket) = &self.socket else { return };
-            if let Stage::Joining { progress: Progress::Greeted { .. }, .. } = self.stage {
-                desk.sender = sender(socket);
+            if !self.may_receive(desk, hub) {
+                return;
             }
+            let Some(socket) = &self.socket else { return };
             let handled = match socket.try_receive(&mut desk.incoming) {
                 Ok(Arrival::Record(_)) if matches!(self.stage, Stage::Refused { .. } | Stage::Gone) => continue,
                 Ok(Arrival::Record(record)) => Message::decode(&desk.incoming[..record.length], record.fds.len())
@@ -179,14 +210,40 @@ impl Member {
         }
     }
 
+    /// Looks at the next record before it is received.
+    fn may_receive(&mut self, desk: &mut Desk, hub: &Hub) -> bool {
+        let (true, Some(socket)) = (self.may_have_descriptors || self.shows_sender, &self.socket) else { return true };
+        match if self.shows_sender { peek(socket) } else { peek_unsigned(socket) } {
+            Ok(Next::Record { descriptors: true, .. }) => {
+                let error = violation("a subscriber sends no descriptors");
+                tracing::info!(pid = self.identity.peer.pid, error = error.in_full(), "refusing a subscriber");
+                self.send_error(&error);
+                self.hang_up(desk, hub);
+                false
+            }
+            Ok(Next::Record { sender, .. }) => {
+                desk.sender = sender;
+                true
+            }
+            // All records that were sent before the socket refused descriptors are read.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.may_have_descriptors = !self.refuses_descriptors;
+                false
+            }
+            // The receive call reports it.
+            Ok(Next::End) | Err(_) => true,
+        }
+    }
+
     fn handle(&mut self, message: Message, desk: &mut Desk, hub: &Hub) -> Result<()> {
         match (&self.stage, message) {
             (Stage::Joining { .. }, message) => self.join(message, desk, hub),
             (_, Message::Done(Done { number, done_at: None })) => {
                 let is_former = matches!(self.stage, Stage::Former);
-                // Its `leave` may have given the buffer back already.
-                if !desk.ledger.give_back(self.id, number) && !is_former {
-                    return Err(violation(format!("buffer {number} is given back, but is not out")));
+                if !desk.ledger.give_back(self.id, number) {
+                    let error = violation(format!("buffer {number} is given back, but is not out"));
+                    // Its `leave` may have given the buffer back already.
+                    return if is_former { self.count_late() } else { Err(error) };
                 }
                 self.stalled = self.stalled.map(|_| Instant::now());
                 if is_former && desk.ledger.holds(self.id).0 == 0 {
@@ -195,15 +252,14 @@ impl Member {
                 Ok(())
             }
             (_, Message::Leave(Leave { held })) => {
-                self.report_left(true, desk);
-                self.stage = Stage::Former;
-                if !desk.ledger.leave(self.id, |number| held.contains(&number)) {
-                    self.vanish(desk);
-                }
+                self.count_late()?;
+                self.retire(true, |number| held.contains(&number), desk);
                 Ok(())
             }
+            // It may still give buffers back, and read them until then.
             (_, Message::Error(_)) => {
-                self.hang_up(desk, hub);
+                self.count_late()?;
+                self.retire(false, |_| true, desk);
                 Ok(())
             }
             (_, Message::Done(_)) => Err(violation("`done` has `done_at`, which the two sides did not agree on")),
@@ -211,10 +267,24 @@ impl Member {
         }
     }
 
+    fn count_late(&mut self) -> Result<()> {
+        self.late += 1;
+        if self.late > MAX_LATE { Err(violation("a former subscriber sends too many records")) } else { Ok(()) }
+    }
+
+    /// Ends the subscription. The subscriber keeps buffers until it gives them back or its process exits.
+    fn retire(&mut self, orderly: bool, keeps: impl Fn(u64) -> bool, desk: &mut Desk) {
+        self.report_left(orderly, desk);
+        self.stage = Stage::Former;
+        if !desk.ledger.leave(self.id, keeps) {
+            self.vanish(desk);
+        }
+    }
+
     /// Sends waiting buffers while the subscriber has room. The rest waits, as far as the policy allows.
     pub(super) fn flush(&mut self, desk: &mut Desk, hub: &Hub) {
         if matches!(self.stage, Stage::Active) {
-            if self.send_waiting(desk).is_err() {
+            if self.send_waiting(desk, hub).is_err() {
                 // Its last records may be unread, and its close behind them.
                 self.drain(false, desk, hub);
                 if self.is_subscribed() {
@@ -238,9 +308,9 @@ impl Member {
         self.arm(desk, hub);
     }
 
-    fn send_waiting(&mut self, desk: &mut Desk) -> Result<()> {
+    fn send_waiting(&mut self, desk: &mut Desk, hub: &Hub) -> Result<()> {
         let Some(socket) = &self.socket else { return Ok(()) };
-        self.is_blocked = false;
+        (self.is_blocked, self.retry) = (false, None);
         while let Some(slot) = desk.ledger.next(self.id) {
             let publication = desk.ledger.data(slot);
             if let Some(format) = &publication.format
@@ -249,7 +319,12 @@ impl Member {
                 let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
                 match send_raw(socket.stream(), &format.bytes, &fds) {
                     Ok(()) => self.format = Some(Arc::clone(format)),
-                    Err(error) if is_full(&error) => {
+                    Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
+                        self.retry = Some(Instant::now() + PAUSE);
+                        hub.core.wake();
+                        return Ok(());
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         self.is_blocked = true;
                         return Ok(());
                     }
@@ -268,8 +343,9 @@ impl Member {
     /// Tells the subscriber that the stream is complete.
     pub(super) fn complete(&mut self, desk: &mut Desk) {
         let end = Message::End(End { published: desk.ledger.published() });
-        if self.send(&end) {
-            self.stage = Stage::Complete;
+        match self.send(&end) {
+            true => self.stage = Stage::Complete,
+            false => self.is_blocked = true,
         }
     }
 
@@ -304,15 +380,11 @@ impl Member {
         Ok(())
     }
 
-    /// The peer has closed the connection, or sent an error.
+    /// The peer has closed the connection or can't be served any longer.
     fn hang_up(&mut self, desk: &mut Desk, hub: &Hub) {
-        self.report_left(false, desk);
         // Until its process is gone, it may still read its buffers.
         let can_wait = self.process_token.is_some() && self.may_hold();
-        self.stage = Stage::Former;
-        if !desk.ledger.leave(self.id, |_| can_wait) {
-            self.vanish(desk);
-        }
+        self.retire(false, |_| can_wait, desk);
         self.close_socket(hub);
     }
 
@@ -344,7 +416,8 @@ impl Member {
     pub(super) fn refuse(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
         let peer = self.identity.peer;
         tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "refusing a subscriber");
-        if matches!(error, Error::Peer(PeerError::Protocol(ProtocolError::UnreadableError { .. }))) {
+        let is_unreadable = matches!(error, Error::Peer(PeerError::Protocol(ProtocolError::UnreadableError { .. })));
+        if is_unreadable || matches!(self.stage, Stage::Former) {
             return self.hang_up(desk, hub);
         }
         self.report_left(false, desk);
@@ -352,9 +425,7 @@ impl Member {
     }
 
     fn stop(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
-        if let Some(code) = code_for(error) {
-            self.send(&Message::Error(Failure { code, message: error.in_full() }));
-        }
+        self.send_error(error);
         if let Some(socket) = &self.socket {
             let _ = socket.shut_down_writing();
         }
@@ -364,6 +435,12 @@ impl Member {
         self.is_blocked = false;
         self.arm(desk, hub);
         hub.core.wake();
+    }
+
+    fn send_error(&self, error: &Error) {
+        if let Some(code) = code_for(error) {
+            self.send(&Message::Error(Failure { code, message: error.in_full() }));
+        }
     }
 
     /// Acts on a deadline that has passed. Returns the next.
@@ -379,26 +456,33 @@ impl Member {
                 None
             }
             Stage::Joining { deadline, .. } | Stage::Refused { deadline } => Some(deadline),
-            Stage::Active if self.policy == Policy::Every => {
-                let granted = hub.options.every.unwrap_or_default();
-                let deadline = self.stalled?.checked_add(granted)?;
-                if deadline > now {
-                    return Some(deadline);
+            Stage::Active => {
+                let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+                if due(self.retry) || due(self.eviction(hub)) {
+                    // Its records may be unread.
+                    self.drain(false, desk, hub);
+                    self.flush(desk, hub);
                 }
-                // Its records may be unread.
-                self.drain(false, desk, hub);
-                self.flush(desk, hub);
-                if self.stalled.is_some_and(|since| since + granted <= now) {
+                if let Some(granted) = hub.options.every.filter(|_| self.is_subscribed() && due(self.eviction(hub))) {
                     self.evict(&Error::Peer(PeerError::TurnTooLong { granted }), desk, hub);
                 }
-                Some(now + granted.max(GRACE))
+                self.retry.into_iter().chain(self.eviction(hub)).min()
             }
-            _ => None,
+            Stage::Complete | Stage::Former | Stage::Gone => None,
         }
+    }
+
+    /// When this subscriber is evicted if it gives no buffer back.
+    fn eviction(&self, hub: &Hub) -> Option<Instant> {
+        let granted = hub.options.every.filter(|_| self.policy == Policy::Every && matches!(self.stage, Stage::Active));
+        self.stalled?.checked_add(granted?)
     }
 }
 
-/// Whether a send can succeed later: the socket's buffer, or the kernel's count of descriptors in flight, is full.
-pub(super) fn is_full(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::WouldBlock || error.raw_os_error() == Some(nix::libc::ETOOMANYREFS)
+/// Closes a socket in a thread of its own: the kernel closes the descriptors in its queue with it, and this can block.
+fn close_elsewhere(socket: RecordSocket) {
+    let socket = ManuallyDrop::new(socket);
+    if let Err(error) = spawn("vmmfd-closer", move || drop(ManuallyDrop::into_inner(socket))) {
+        tracing::error!(%error, "a connection with descriptors in its queue stays open");
+    }
 }

@@ -12,7 +12,6 @@ use super::{
     event::{Event, Usage},
     format::{Format, FormatRecord},
     hub::{Hub, State},
-    ledger::Shortage,
     loan::Loan,
     member::Stage,
     misuse,
@@ -73,7 +72,9 @@ impl Publisher {
     /// [`Error::System`].
     pub fn listen_at(&self, listener: Listener) -> Result<()> {
         self.hub.creator.check()?;
-        self.hub.listen(&mut self.hub.lock(), listener)
+        let former = self.hub.listen(&mut self.hub.lock(), listener)?;
+        drop(former);
+        Ok(())
     }
 
     /// Accepts the subscriber at the other end of a connected socket of type `SOCK_SEQPACKET`. Does not wait for it: if it does not
@@ -160,11 +161,11 @@ impl Publisher {
         // Returned buffers are read here, so that the publication is sent at once.
         for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
             member.drain(true, &mut state.desk, &self.hub);
-        }
-        let lent = state.desk.ledger.lend(size).or_else(|shortage| {
-            if shortage == Shortage::Loans {
-                return Err(shortage);
+            if state.desk.ledger.has_waiting(member.id) {
+                member.flush(&mut state.desk, &self.hub);
             }
+        }
+        let lent = state.desk.ledger.lend(size).or_else(|_| {
             self.hub.drain(state);
             state.desk.ledger.lend(size)
         });
@@ -196,11 +197,15 @@ impl Publisher {
     }
 
     /// The use of the pool now. Reads what subscribers have sent. Does not block.
-    pub fn stats(&self) -> PublisherStats {
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] in a fork.
+    pub fn stats(&self) -> Result<PublisherStats> {
+        self.hub.creator.check()?;
         let state = &mut *self.hub.lock();
         self.hub.drain(state);
         self.hub.settle(state);
-        Self::stats_of(state)
+        Ok(Self::stats_of(state))
     }
 
     fn stats_of(state: &State) -> PublisherStats {
@@ -210,7 +215,11 @@ impl Publisher {
 
     /// Ends the subscription of a subscriber, by its number in an event or in [`Publisher::stats`]. Its buffers remain out of use until
     /// it gives them back or its process exits. Returns false if there is no such subscriber. Does not block.
-    pub fn evict(&self, id: u64) -> bool {
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] in a fork.
+    pub fn evict(&self, id: u64) -> Result<bool> {
+        self.hub.creator.check()?;
         let state = &mut *self.hub.lock();
         let member = state.members.get_mut(&id).filter(|member| member.is_subscribed());
         let is_there = member.is_some();
@@ -219,7 +228,7 @@ impl Publisher {
             member.evict(&reason, &mut state.desk, &self.hub);
         }
         self.hub.settle(state);
-        is_there
+        Ok(is_there)
     }
 
     /// Identifies this publisher's run. A publisher that takes its place has another epoch.
@@ -241,11 +250,11 @@ impl Publisher {
     pub fn finish(self, limit: Duration) -> Result<PublisherStats> {
         let hub = &self.hub;
         hub.creator.check()?;
-        {
-            let state = &mut *hub.lock();
-            hub.stop_listening(state);
-            state.desk.is_finished = true;
-        }
+        let mut state = hub.lock();
+        let listener = hub.stop_listening(&mut state);
+        state.desk.is_finished = true;
+        drop(state);
+        drop(listener);
         hub.wait(limit, |state| {
             hub.drain(state);
             let desk = &state.desk;

@@ -1,6 +1,7 @@
 //! A subscriber of a stream.
 
 use std::{
+    io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -10,21 +11,22 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use rustix::net::SendFlags;
 
 use super::{
     connection::Identity,
+    core::epoll,
     format::{self, Format},
     misuse,
     options::SubscribeOptions,
     sample::Sample,
 };
 use crate::{
-    channel::{Channel, Peer, connect, deadline_after},
+    channel::{Cancel, Channel, Peer, connect, deadline_after},
     driver::{Access, Driver},
     error::{Error, ErrorCode, PeerError, Result},
     memory::{Imported, Mechanism, Region, Selector},
@@ -39,6 +41,9 @@ use crate::{
 
 const FOR_A_BUFFER: &str = "for a buffer";
 
+/// How often a waiting thread looks whether it is its turn to receive.
+const TURN: Duration = Duration::from_millis(1);
+
 /// The most records without a buffer that a call reads after its deadline: a peer that never pauses can't keep it busy.
 const MAX_LATE: usize = 16;
 
@@ -49,9 +54,11 @@ const MAX_LATE: usize = 16;
 pub struct Subscriber {
     connection: Arc<Connection>,
     reader: Mutex<Reader>,
-    /// The channel's, for the program's polls.
-    socket: Arc<UnixStream>,
-    identity: Identity,
+    /// Readable with the socket, or when the publisher's process has exited: for the program's polls.
+    watch: Epoll,
+    /// The channel's.
+    cancel: Cancel,
+    publisher: Peer,
     stream: Stream,
 }
 
@@ -205,13 +212,17 @@ impl Subscriber {
                 return Err(error);
             }
         };
-        let socket = link.channel.socket();
         let held = (0..options.held).map(|_| AtomicU64::new(0)).collect();
         let creator = ProcessIdentity::current();
-        let connection = Arc::new(Connection { memory, socket: Arc::clone(&socket), held, creator });
-        let (channel, format) = (link.channel, Arc::new(Format::default()));
+        let connection = Arc::new(Connection { memory, socket: link.channel.socket(), held, creator });
+        let (mut channel, format) = (link.channel, Arc::new(Format::default()));
+        let Identity { peer: publisher, process } = identity;
+        let watch = watch(&connection.socket, process.as_ref());
+        let watch = watch.map_err(|error| Error::system("watch a publisher", error))?;
+        channel.watch_process(process);
+        let cancel = channel.cancel().clone();
         let reader = Mutex::new(Reader { channel, format, last: 0, size: stream.size, end: None });
-        Ok(Self { connection, reader, socket, identity, stream })
+        Ok(Self { connection, reader, watch, cancel, publisher, stream })
     }
 
     /// Subscribes, and maps the pool.
@@ -255,6 +266,7 @@ impl Subscriber {
     /// subscriber kept a buffer for too long); [`PeerError::Protocol`]; [`Error::Interrupted`]; [`Error::System`];
     /// [`Error::Misuse`] after an earlier error other than a timeout or an interruption.
     pub fn receive(&self, limit: Duration) -> Result<Received> {
+        self.connection.creator.check()?;
         let deadline = deadline_after(limit);
         let timeout = || Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: limit });
         let mut reader = loop {
@@ -262,7 +274,7 @@ impl Subscriber {
                 Some(reader) => break reader,
                 None if Instant::now() >= deadline => return Err(timeout()),
                 // Another thread receives.
-                None => thread::sleep(Duration::from_millis(1)),
+                None => self.cancel.pause(TURN)?,
             }
         };
         self.next(&mut reader, deadline)?.ok_or_else(timeout)
@@ -273,6 +285,7 @@ impl Subscriber {
     /// # Errors
     /// The other errors of [`Subscriber::receive`].
     pub fn try_receive(&self) -> Result<Option<Received>> {
+        self.connection.creator.check()?;
         match try_lock(&self.reader) {
             Some(mut reader) => self.next(&mut reader, Instant::now()),
             None => Ok(None),
@@ -280,7 +293,6 @@ impl Subscriber {
     }
 
     fn next(&self, reader: &mut Reader, deadline: Instant) -> Result<Option<Received>> {
-        self.connection.creator.check()?;
         match reader.end {
             Some(Final::Ended) => return Ok(Some(Received::Ended)),
             Some(Final::Crashed(peer)) => return Ok(Some(Received::Crashed(peer))),
@@ -303,8 +315,8 @@ impl Subscriber {
                 Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
                 Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
                 Err(Error::Peer(PeerError::Gone { .. })) => {
-                    reader.end = Some(Final::Crashed(self.identity.peer));
-                    return Ok(Some(Received::Crashed(self.identity.peer)));
+                    reader.end = Some(Final::Crashed(self.publisher));
+                    return Ok(Some(Received::Crashed(self.publisher)));
                 }
                 Err(error) => Err(error),
             };
@@ -369,7 +381,7 @@ impl Subscriber {
 
     /// The publisher's process.
     pub fn peer(&self) -> Peer {
-        self.identity.peer
+        self.publisher
     }
 
     /// Identifies the publisher's run.
@@ -388,10 +400,19 @@ impl Subscriber {
     }
 }
 
+/// An epoll instance that is readable when the socket is, or when the process has exited.
+fn watch(socket: &UnixStream, process: Option<&OwnedFd>) -> io::Result<Epoll> {
+    let watch = epoll()?;
+    let readable = || EpollEvent::new(EpollFlags::EPOLLIN, 0);
+    watch.add(socket, readable())?;
+    process.map_or(Ok(()), |process| watch.add(process, readable()))?;
+    Ok(watch)
+}
+
 impl AsFd for Subscriber {
     /// Readable when a record has arrived, or the publisher is gone. Call [`Subscriber::try_receive`] then.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.watch.0.as_fd()
     }
 }
 

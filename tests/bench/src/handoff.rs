@@ -177,7 +177,7 @@ impl Pair {
             consumer.peer.send(&Request::Subscribe, &[other.as_fd()])?;
             consumer.peer.receive::<u64>()?;
         }
-        while publisher.stats().subscribers.len() < self.consumers.len() {
+        while publisher.stats()?.subscribers.len() < self.consumers.len() {
             thread::yield_now();
         }
         self.publisher = Some(publisher);

@@ -3,14 +3,18 @@
 use std::os::fd::AsFd;
 
 use vmmfd::{
-    channel::Channel,
+    channel::{Cancel, Channel},
     driver::Access,
     memory::{Shared, Spec},
     wire::{self, Busy, Done, End, Format, Hello, Leave, Message, Offer, Ready, Stream, Subscribe},
 };
 
 use super::*;
-use crate::conversation::{accepted, answer, dial, listening, request, told};
+use crate::{
+    broker_descriptors::Lingering,
+    broker_process::Raw,
+    conversation::{accepted, answer, dial, listening, request, told},
+};
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -18,6 +22,9 @@ cases! {
     wrong_joins_are_refused,
     wrong_publications_end_the_session,
     floods_do_not_block,
+    blocking_descriptors_are_not_received,
+    unknown_returns_are_limited,
+    error_keeps_buffers,
     ]
 }
 
@@ -90,7 +97,7 @@ fn wrong_returns_end_the_subscription(subject: Subject) {
         stage.publish(4);
         assert_eq!(take(&healthy).number(), 4, "the others go on");
         // What it has not given back stays out of use, until it gives it back.
-        let out = || stage.publisher.stats().subscribers.iter().map(|usage| usage.buffers).sum::<usize>();
+        let out = || stage.stats().subscribers.iter().map(|usage| usage.buffers).sum::<usize>();
         eventually("the buffers of the healthy one", || (1..=2).contains(&out()));
         channel.send(&done(2), &[]).unwrap();
         // With its last buffer, the publisher closes the connection.
@@ -140,6 +147,69 @@ fn wrong_joins_are_refused(subject: Subject) {
     let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &config).unwrap();
     publisher.listen(&path).unwrap();
     assert_eq!(told(&mut dial(&path)), ErrorCode::Timeout);
+}
+
+/// A record with descriptors whose close blocks was sent before the publisher could refuse descriptors.
+fn blocking_descriptors_are_not_received(subject: Subject) {
+    let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &Config::default()).unwrap();
+    let mut kept = Vec::new();
+    for joins in [false, true] {
+        let (ours, theirs) = Channel::socket_pair().unwrap();
+        let peer = Raw::over(theirs).unwrap();
+        let join = [hello(&subject, &["stream"]), subscription(1), Message::Received(wire::Received { segments: 1 })];
+        join.iter().filter(|_| joins).for_each(|message| peer.send_bytes(&message.encode().unwrap(), &[]).unwrap());
+        let mut blocking = Lingering::new(2);
+        blocking.send(&peer, &done(1).encode().unwrap());
+        publisher.admit(ours).unwrap();
+        if joins {
+            eventually("the end", || matches!(publisher.event(), Some(Event::Left { orderly: false, .. })));
+        }
+        let mut peer = Channel::new(peer.0.into(), LIMIT, &Cancel::new().unwrap()).unwrap();
+        let failure = loop {
+            match answer(&mut peer).0 {
+                Message::Error(failure) => break failure,
+                Message::Hello(_) | Message::Stream(_) | Message::Offer(_) | Message::Segments(_) => assert!(joins),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(failure.message.contains("no descriptors"), "{failure:?}");
+        publish(&publisher, 1);
+        kept.push(blocking);
+    }
+    // A kernel since Linux 6.16 refuses them from then on.
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    publisher.admit(ours).unwrap();
+    let (peer, file) = (Raw::over(theirs).unwrap(), std::fs::File::open("/dev/null").unwrap());
+    if let Err(error) = peer.send_bytes(&hello(&subject, &[]).encode().unwrap(), &[file.as_fd()]) {
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+    }
+    drop(publisher);
+}
+
+fn unknown_returns_are_limited(subject: Subject) {
+    let stage = Stage::fixed(&subject, 6);
+    let mut channel = by_hand(&subject, &stage, 2);
+    stage.publish_all(1..=2);
+    channel.send(&Message::Leave(Leave { held: vec![1] }), &[]).unwrap();
+    stage.until(|event| matches!(event, Event::Left { orderly: true, .. }));
+    // It still has a buffer, and its connection. Then it never stops.
+    eventually("the end of the connection", || channel.send(&done(7), &[]).is_err());
+    stage.publish(3);
+    assert_eq!(stage.stats().free, 5, "its process may still read the buffer");
+}
+
+/// A subscriber that fails may still read what it was given.
+fn error_keeps_buffers(subject: Subject) {
+    let stage = Stage::fixed(&subject, 6);
+    let mut channel = by_hand(&subject, &stage, 2);
+    stage.publish_all(1..=2);
+    channel.send(&Message::Error(wire::Failure { code: ErrorCode::Failed, message: "broken".into() }), &[]).unwrap();
+    stage.until(|event| matches!(event, Event::Left { orderly: false, .. }));
+    assert_eq!(stage.stats().free, 4);
+    channel.send(&done(2), &[]).unwrap();
+    stage.until_free(5);
+    channel.send(&done(1), &[]).unwrap();
+    stage.until_free(6);
 }
 
 /// A publisher by hand, with a pool of 100 bytes, and its subscriber.

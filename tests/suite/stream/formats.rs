@@ -56,7 +56,7 @@ fn arrays_keep_their_sample(subject: Subject) {
     let row = sample.array("right").unwrap().index(0, 1).unwrap();
     misused(sample.array("middle"), "no array `middle`");
     drop(sample);
-    assert_eq!((row.element(&[3]).unwrap(), subscriber.held(), stage.publisher.stats().free), (vec![5], 1, 2));
+    assert_eq!((row.element(&[3]).unwrap(), subscriber.held(), stage.stats().free), (vec![5], 1, 2));
     drop(row);
     stage.until_free(3);
 }

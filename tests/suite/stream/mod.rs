@@ -15,7 +15,10 @@ use vmmfd::{
     memory::Region,
     session::{
         Config,
-        stream::{Event, Policy, PublishOptions, Published, Publisher, Received, Sample, SubscribeOptions, Subscriber},
+        stream::{
+            Event, Policy, PublishOptions, Published, Publisher, PublisherStats, Received, Sample, SubscribeOptions,
+            Subscriber,
+        },
     },
 };
 
@@ -75,9 +78,13 @@ impl Stage {
         bytes.all(|byte| self.publish(byte).number > 0);
     }
 
+    fn stats(&self) -> PublisherStats {
+        self.publisher.stats().unwrap()
+    }
+
     #[track_caller]
     fn until_free(&self, free: u64) {
-        eventually("free buffers", || self.publisher.stats().free == free);
+        eventually("free buffers", || self.stats().free == free);
     }
 }
 

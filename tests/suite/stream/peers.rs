@@ -7,14 +7,16 @@ use std::{
     process::{Child, ChildStdout, Command, Stdio},
 };
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use std::os::fd::AsFd;
 use vmmfd::channel::Channel;
 
 use super::*;
-use crate::support::in_child;
+use crate::support::{in_child, in_fork};
 
 /// The role of a peer process, the socket's path, and the number of samples that it keeps.
 const ROLE: &str = "VMMFD_TEST_STREAM_PEER";
@@ -84,6 +86,9 @@ fn process_of_a_test() {
         let options = PublishOptions::fixed(16, 8).history(1).every(LIMIT);
         let publisher = Publisher::create(&subject.device(), &options, &Config::default()).unwrap();
         publisher.listen(path).unwrap();
+        if keep > 0 {
+            forked_sleeper();
+        }
         println!("\nready");
         for number in 1.. {
             publish(&publisher, number as u8);
@@ -116,7 +121,7 @@ fn stopped_subscriber_delays_nobody() {
     let stage = Stage::new(&subject, &PublishOptions::fixed(16, 8).every(SHORT));
     let healthy = stage.join(&subject, SubscribeOptions::default());
     let peers = [Peer::start("latest", &stage.path, 2), Peer::start("every", &stage.path, 1)];
-    eventually("three subscribers", || stage.publisher.stats().subscribers.len() == 3);
+    eventually("three subscribers", || stage.stats().subscribers.len() == 3);
     peers.iter().for_each(Peer::stop);
     for number in 1..=100 {
         stage.publish(number);
@@ -126,7 +131,7 @@ fn stopped_subscriber_delays_nobody() {
     stage.until(|event| matches!(event, Event::Evicted(subscriber) if subscriber.peer.pid == peers[1].pid()));
     let [first, second] = peers;
     // Both were given the same two. The newest waits for the first.
-    assert_eq!(stage.publisher.stats().free, 8 - 2 - 1);
+    assert_eq!(stage.stats().free, 8 - 2 - 1);
     drop(first);
     stage.until_free(8 - 2);
     drop(second);
@@ -163,12 +168,76 @@ fn killed_publisher_is_a_crash() {
     assert_eq!(epochs.len() as u64, kills() / 2);
 }
 
+/// Forks this process. The fork has all its descriptors.
+fn forked_sleeper() {
+    let sleep = || {
+        thread::sleep(LIMIT);
+        true
+    };
+    drop(thread::spawn(move || in_fork(sleep)));
+}
+
+#[test]
+fn fork_of_a_killed_publisher_hides_no_crash() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let peer = Peer::start("publisher", &path, 1);
+    let subscriber = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
+    take(&subscriber);
+    eventually("a fork", || !children(peer.pid()).is_empty());
+    let forks = children(peer.pid());
+    drop(peer);
+    let readable = || {
+        let mut fds = [PollFd::new(subscriber.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).unwrap() == 1
+    };
+    let begun = Instant::now();
+    while !matches!(subscriber.receive(LIMIT).unwrap(), Received::Crashed(_)) {}
+    assert!(begun.elapsed() < LIMIT / 2 && readable());
+    forks.into_iter().for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it lives longer"));
+}
+
+fn children(pid: i32) -> Vec<i32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let children = tasks.map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
+    children.collect::<String>().split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+#[test]
+fn forks_of_a_publisher_change_nothing() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &Config::default()).unwrap();
+    publisher.listen(&path).unwrap();
+    let subscriber = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
+    eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
+    publish(&publisher, 1);
+    let sample = take(&subscriber);
+    let mut shared = Some((publisher, subscriber, sample));
+    in_fork(|| {
+        let Some((publisher, subscriber, sample)) = shared.take() else { return false };
+        let refused = publisher.stats().is_err() && publisher.evict(1).is_err() && publisher.try_loan().is_err();
+        let refused = refused && publisher.event().is_none() && subscriber.try_receive().is_err();
+        drop((sample, subscriber, publisher));
+        refused
+    });
+    let (publisher, subscriber, sample) = shared.unwrap();
+    assert_eq!(publisher.stats().unwrap().free, 3);
+    drop(sample);
+    eventually("the buffer", || publisher.stats().unwrap().free == 4);
+    publish(&publisher, 2);
+    drop(take(&subscriber));
+    let _other = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
+}
+
 #[test]
 fn finish_ends_other_processes() {
     let subject = Subject::host();
     let stage = Stage::fixed(&subject, 6);
     let mut peer = Peer::start("latest", &stage.path, 2);
-    eventually("a subscriber", || stage.publisher.stats().subscribers.len() == 1);
+    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
     stage.publish_all(1..=9);
     let stats = stage.publisher.finish(SHORT).unwrap();
     assert_eq!(stats.published, 9);
@@ -199,7 +268,7 @@ fn inherited_socket_shows_its_process() {
 fn process_with_a_socket() {
     if env::var(ROLE).as_deref() == Ok("socket") {
         let subject = Subject::host();
-        let socket = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap();
+        let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
         let (options, config) = (SubscribeOptions::default(), Config::default());
         let _subscriber = Subscriber::over(socket, &subject.driver, None, &options, &config).unwrap();
         thread::sleep(LIMIT);
@@ -250,7 +319,7 @@ fn kill_subscribers() -> String {
     }
     peers.clear();
     stage.until_free(11);
-    eventually("the end of all", || stage.publisher.stats().subscribers.len() == 1);
+    eventually("the end of all", || stage.stats().subscribers.len() == 1);
     drop((healthy, stage));
     eventually("the end of the thread", || counts() == before);
     String::new()

@@ -14,6 +14,8 @@ cases! {
     latest_skips_to_the_newest,
     queue_drops_the_oldest,
     loans_wait_for_every,
+    several_loans_wait_for_every,
+    waiting_loans_do_not_spin,
     history_arrives_at_once,
     joins_beyond_the_pool_are_refused,
     samples_outlive_their_subscriber,
@@ -46,7 +48,7 @@ fn all_subscribers_receive_all_buffers(subject: Subject) {
         }
     }
     stage.until_free(8);
-    let stats = stage.publisher.stats();
+    let stats = stage.stats();
     assert!(stats.subscribers.iter().all(|usage| (usage.delivered, usage.skipped, usage.buffers) == (20, 0, 0)));
 }
 
@@ -60,7 +62,7 @@ fn latest_skips_to_the_newest(subject: Subject) {
     // Without another publication or another call.
     assert!(subscriber.try_receive().unwrap().is_none());
     stage.until_free(3);
-    assert_eq!(stage.publisher.stats().subscribers[0].skipped, 7);
+    assert_eq!(stage.stats().subscribers[0].skipped, 7);
 }
 
 fn queue_drops_the_oldest(subject: Subject) {
@@ -99,8 +101,36 @@ fn loans_wait_for_every(subject: Subject) {
     assert_eq!(numbers(&other, 2), [(1, 0), (20, 18)]);
 }
 
+/// With a loan in the program's hands, too, the subscriber's time runs.
+fn several_loans_wait_for_every(subject: Subject) {
+    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 6).loans(2).every(SHORT));
+    let subscriber = stage.join(&subject, SubscribeOptions::default().policy(Policy::Every));
+    stage.publish(1);
+    let _kept = stage.publisher.loan(LIMIT).unwrap();
+    stage.publish_all(2..=3);
+    stage.until(|event| matches!(event, Event::Evicted(_)));
+    assert_eq!(numbers(&subscriber, 1), [(1, 0)]);
+    reported(subscriber.receive(LIMIT), ErrorCode::Timeout);
+}
+
+/// The time of this thread on a CPU.
+fn cpu_time() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+fn waiting_loans_do_not_spin(subject: Subject) {
+    let stage = Stage::fixed(&subject, 4);
+    let _kept = stage.publisher.loan(LIMIT).unwrap();
+    assert!(stage.publisher.try_loan().unwrap().is_none());
+    let before = cpu_time();
+    assert!(is_timeout(&stage.publisher.loan(10 * SHORT)));
+    let used = cpu_time() - before;
+    assert!(used < 5 * SHORT, "{used:?} of {:?} on a CPU", 10 * SHORT);
+}
+
 fn history_arrives_at_once(subject: Subject) {
-    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 9).history(3));
+    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 10).history(3));
     stage.publish_all(1..=5);
     let options = SubscribeOptions::default().policy(Policy::Queue(4)).history(2).held(3);
     let subscriber = stage.join(&subject, options);
@@ -110,6 +140,11 @@ fn history_arrives_at_once(subject: Subject) {
     assert_eq!(numbers(&newest, 1), [(5, 0)]);
     stage.publish(6);
     assert_eq!([numbers(&subscriber, 1), numbers(&newest, 1)], [[(6, 0)], [(6, 0)]]);
+    // Even if it has room for one at a time.
+    let latest = stage.join(&subject, SubscribeOptions::default().history(3));
+    assert_eq!(numbers(&latest, 3), [(4, 0), (5, 0), (6, 0)]);
+    stage.publish_all(7..=9);
+    assert_eq!(numbers(&latest, 2), [(7, 0), (9, 1)]);
 }
 
 fn joins_beyond_the_pool_are_refused(subject: Subject) {
@@ -145,7 +180,7 @@ fn samples_outlive_their_subscriber(subject: Subject) {
     assert_eq!(bytes, [1; 16]);
     thread::spawn(move || drop(kept)).join().unwrap();
     stage.until_free(5);
-    assert_eq!(stage.publisher.stats().subscribers, []);
+    assert_eq!(stage.stats().subscribers, []);
 }
 
 fn finish_is_an_end(subject: Subject) {
@@ -183,7 +218,7 @@ fn dropped_publisher_is_a_crash(subject: Subject) {
 fn eviction_keeps_buffers_until_returned(subject: Subject) {
     let stage = Stage::new(&subject, &PublishOptions::fixed(16, 5).every(SHORT));
     let subscriber = stage.join(&subject, SubscribeOptions::default().policy(Policy::Every));
-    let id = stage.publisher.stats().subscribers[0].subscriber.id;
+    let id = stage.stats().subscribers[0].subscriber.id;
     let kept = {
         stage.publish(1);
         take(&subscriber)
@@ -192,7 +227,7 @@ fn eviction_keeps_buffers_until_returned(subject: Subject) {
     stage.publish_all(2..=6);
     stage.until(|event| matches!(event, Event::Evicted(subscriber) if subscriber.id == id));
     stage.until_free(4);
-    assert!(!stage.publisher.stats().subscribers[0].is_subscribed && !stage.publisher.evict(id));
+    assert!(!stage.stats().subscribers[0].is_subscribed && !stage.publisher.evict(id).unwrap());
     let told = reported(subscriber.receive(LIMIT), ErrorCode::Timeout);
     assert!(told.contains("longer than its turn of 50ms"), "{told}");
     misused(subscriber.receive(LIMIT), "the session has ended");
@@ -200,7 +235,7 @@ fn eviction_keeps_buffers_until_returned(subject: Subject) {
     stage.until_free(5);
     // By the program, without a deadline.
     let other = stage.join(&subject, SubscribeOptions::default());
-    assert!(stage.publisher.evict(stage.publisher.stats().subscribers[0].subscriber.id));
+    assert!(stage.publisher.evict(stage.stats().subscribers[0].subscriber.id).unwrap());
     reported(other.receive(LIMIT), ErrorCode::Timeout);
 }
 
@@ -211,7 +246,7 @@ fn connected_sockets_carry_streams(subject: Subject) {
     publisher.admit(ours).unwrap();
     let (options, config) = (SubscribeOptions::default(), Config::default());
     let subscriber = Subscriber::over(theirs, &subject.driver, None, &options, &config).unwrap();
-    eventually("a subscriber", || publisher.stats().subscribers.len() == 1);
+    eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
     publish(&publisher, 9);
     assert_eq!(take(&subscriber).user(), [9]);
     assert!(matches!(
@@ -227,7 +262,7 @@ fn failed_work_is_not_published(subject: Subject) {
     subject.faulty.fail(Fault::Verb("synchronize"), 4242);
     assert!(matches!(loan.publish(&[]), Err(Error::Driver { code: 4242, .. })));
     subject.faulty.mend();
-    assert!(subscriber.try_receive().unwrap().is_none() && stage.publisher.stats().free == 3);
+    assert!(subscriber.try_receive().unwrap().is_none() && stage.stats().free == 3);
     assert_eq!(stage.publish(1).number, 1);
     let sample = take(&subscriber);
     subject.faulty.fail(Fault::Verb("synchronize"), 4242);
@@ -235,7 +270,7 @@ fn failed_work_is_not_published(subject: Subject) {
     subject.faulty.mend();
     stage.publish(2);
     assert!(subscriber.try_receive().unwrap().is_none(), "the buffer may still be in use");
-    assert_eq!((subscriber.held(), stage.publisher.stats().free), (1, 1));
+    assert_eq!((subscriber.held(), stage.stats().free), (1, 1));
     drop(subscriber);
 }
 
@@ -281,7 +316,7 @@ fn misuse_is_refused(subject: Subject) {
     let loan = stage.publisher.loan(LIMIT).unwrap();
     assert!(stage.publisher.try_loan().unwrap().is_none() && is_timeout(&stage.publisher.loan(SHORT)));
     drop(loan);
-    assert_eq!(stage.publisher.stats().free, 4);
+    assert_eq!(stage.stats().free, 4);
 }
 
 /// A publisher and two subscribers, and all operations that a failure could interrupt.
@@ -292,7 +327,7 @@ fn everything(subject: &Subject, device: &Device) -> Result<()> {
         publisher.admit(ours)?;
         let options = SubscribeOptions::default().history(1);
         let subscriber = Subscriber::over(theirs, &subject.driver, None, &options, &Config::default())?;
-        eventually("a subscriber", || publisher.stats().subscribers.len() == 1);
+        eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
         let loan = publisher.loan(LIMIT)?;
         loan.copy_in(0, &[round; 16])?;
         loan.publish(&[round])?;
@@ -300,7 +335,7 @@ fn everything(subject: &Subject, device: &Device) -> Result<()> {
         sample.copy_out(0, &mut [0])?;
         sample.give_back()?;
         drop(subscriber);
-        eventually("the end", || publisher.stats().subscribers.is_empty());
+        eventually("the end", || publisher.stats().unwrap().subscribers.is_empty());
     }
     publisher.finish(LIMIT).map(drop)
 }

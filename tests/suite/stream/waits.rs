@@ -1,6 +1,9 @@
 //! The table of waits in docs/streams.md: each call with a stopped peer ends at its limit.
 
+use std::sync::Mutex;
+
 use nix::sys::signal::Signal;
+use vmmfd::channel::Cancel;
 
 use super::{peers::Peer, *};
 
@@ -19,15 +22,15 @@ fn calls_of_a_publisher_are_bounded() {
     let subject = Subject::host();
     let stage = Stage::new(&subject, &PublishOptions::fixed(16, 6).every(LIMIT));
     let peer = Peer::start("every", &stage.path, 0);
-    eventually("a subscriber", || stage.publisher.stats().subscribers.len() == 1);
+    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
     peer.stop();
     stage.publish_all(1..=3);
     assert!(is_timeout(&bounded(SHORT, || stage.publisher.loan(SHORT))));
     bounded(Duration::ZERO, || assert!(stage.publisher.try_loan().unwrap().is_none()));
-    bounded(Duration::ZERO, || stage.publisher.stats());
+    bounded(Duration::ZERO, || stage.stats());
     bounded(Duration::ZERO, || while stage.publisher.event().is_some() {});
-    let id = stage.publisher.stats().subscribers[0].subscriber.id;
-    bounded(Duration::ZERO, || assert!(stage.publisher.evict(id)));
+    let id = stage.stats().subscribers[0].subscriber.id;
+    bounded(Duration::ZERO, || assert!(stage.publisher.evict(id).unwrap()));
     bounded(Duration::ZERO, || stage.publish(4));
     let stats = bounded(Duration::ZERO, || stage.publisher.finish(SHORT).unwrap());
     assert_eq!((stats.published, stats.subscribers[0].buffers), (4, 2));
@@ -38,7 +41,7 @@ fn finish_is_bounded() {
     let subject = Subject::host();
     let stage = Stage::fixed(&subject, 6);
     let peer = Peer::start("latest", &stage.path, 0);
-    eventually("a subscriber", || stage.publisher.stats().subscribers.len() == 1);
+    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
     peer.stop();
     stage.publish_all(1..=4);
     let stats = bounded(SHORT, || stage.publisher.finish(SHORT).unwrap());
@@ -85,5 +88,30 @@ fn receivers_take_turns() {
         assert!(is_timeout(&bounded(SHORT, || subscriber.receive(SHORT))));
         stage.publish(1);
         assert_eq!(waiting.join().unwrap(), Some(1));
+    });
+}
+
+/// A program's check may wait for a lock that another thread holds while it uses the publisher, such as an interpreter's lock.
+#[test]
+fn checks_run_without_the_lock() {
+    let subject = Subject::host();
+    let lock = Arc::new(Mutex::new(()));
+    let checked = Arc::clone(&lock);
+    let cancel = Cancel::new().unwrap().with_check(move || {
+        drop(checked.lock().unwrap());
+        false
+    });
+    let config = Config::default().cancel(&cancel);
+    let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &config).unwrap();
+    let _kept = publisher.loan(LIMIT).unwrap();
+    thread::scope(|scope| {
+        // One waits at the inbox, the others wait for their turn.
+        let waiting: Vec<_> = (0..3).map(|_| scope.spawn(|| is_timeout(&publisher.loan(10 * SHORT)))).collect();
+        while waiting.iter().any(|thread| !thread.is_finished()) {
+            let _held = lock.lock().unwrap();
+            thread::sleep(SHORT / 25);
+            publisher.stats().unwrap();
+        }
+        assert!(waiting.into_iter().all(|thread| thread.join().unwrap()));
     });
 }

@@ -6,7 +6,6 @@
 
 use std::{
     collections::{HashMap, hash_map::Entry},
-    io,
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, PoisonError,
@@ -16,15 +15,8 @@ use std::{
 };
 
 use mio::Waker;
-use rustix::net::{RecvFlags, Shutdown, recv, shutdown, sockopt};
 
-use crate::{
-    broker::server::admit::Resource,
-    channel::record::{Next, is_gone, peek},
-};
-
-/// The most records to discard before a thread closes the connection instead.
-const MAX_DISCARDED: usize = 16;
+use crate::broker::server::admit::Resource;
 
 type Batch = (u32, Vec<OwnedFd>);
 
@@ -105,30 +97,4 @@ impl Closer {
             self.threads += 1;
         }
     }
-}
-
-/// Shuts a connection down and discards queued records without descriptors. Returns whether the queue is empty, so that close(2) can't
-/// block. Does not block.
-pub(super) fn is_drained(socket: &OwnedFd) -> bool {
-    // From here on, the peer's sends fail and the queue can't grow.
-    let ended = shutdown(socket, Shutdown::Both);
-    // Lets `peek` distinguish an empty record from the end of the stream.
-    if ended.and_then(|()| sockopt::set_socket_passcred(socket, true)).is_err() {
-        return false;
-    }
-    for _ in 0..MAX_DISCARDED {
-        match peek(socket) {
-            Ok(Next::End) => return true,
-            Ok(Next::Record { descriptors: true }) => return false,
-            Ok(Next::Record { descriptors: false }) => {
-                if recv(socket, &mut [0; 1][..], RecvFlags::DONTWAIT).is_err() {
-                    return false;
-                }
-            }
-            // A reset is reported once, before queued records.
-            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => return false,
-        }
-    }
-    false
 }

@@ -11,7 +11,7 @@ use rustix::net::{RecvFlags, ReturnFlags};
 
 use super::{
     admission::send_error,
-    closer::{Closer, is_drained},
+    closer::Closer,
     connection::{ClientConnection, Sent},
     reactor::Reactor,
     timers::Timer,
@@ -31,7 +31,7 @@ use crate::{
             effects::{Effect, Effects, Outgoing},
         },
     },
-    channel::record::{Raw, has_descriptors, is_gone, receive_raw},
+    channel::record::{Raw, has_descriptors, is_drained, is_gone, receive_raw},
     error::{BrokerError, Error, ErrorCode, ProtocolError, RefusalCode, Result},
     sys,
     wire::{Failure, broker::Message, is_error},
