@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     os::fd::AsFd,
     process,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -67,6 +67,8 @@ pub(super) struct Hub {
     news: EventFd,
     /// Readable with `inbox`, `hint` or `news`: for the program.
     watch: Epoll,
+    /// Adds `inbox` to `watch`, which makes each record a little slower.
+    watches: Once,
     state: Mutex<State>,
     /// Wakes the threads that wait for their turn to wait.
     turn: Condvar,
@@ -148,8 +150,8 @@ impl Hub {
         let [freed, hint, news] = [eventfd(), eventfd(), eventfd()];
         let (freed, hint, news) = (freed.map_err(system)?, hint.map_err(system)?, news.map_err(system)?);
         let readable = || EpollEvent::new(EpollFlags::EPOLLIN, 0);
-        let added = inbox.add(&freed, readable()).and_then(|()| watch.add(&inbox.0, readable()));
-        let added = added.and_then(|()| watch.add(&hint, readable())).and_then(|()| watch.add(&news, readable()));
+        let added = inbox.add(&freed, readable()).and_then(|()| watch.add(&hint, readable()));
+        let added = added.and_then(|()| watch.add(&news, readable()));
         added.map_err(|errno| system(errno.into()))?;
         let desk = Desk {
             ledger,
@@ -180,6 +182,7 @@ impl Hub {
             hint,
             news,
             watch,
+            watches: Once::new(),
             state: Mutex::new(state),
             turn: Condvar::new(),
             me: me.clone(),
@@ -219,6 +222,11 @@ impl Hub {
 
     /// Readable when a buffer may be free, or an event waits.
     pub(super) fn watched(&self) -> &impl AsFd {
+        self.watches.call_once(|| {
+            if let Err(errno) = self.watch.add(&self.inbox.0, EpollEvent::new(EpollFlags::EPOLLIN, 0)) {
+                tracing::error!(%errno, "a publisher's descriptor does not show returned buffers");
+            }
+        });
         &self.watch.0
     }
 

@@ -177,37 +177,45 @@ impl Member {
         self.is_subscribed() || matches!(self.stage, Stage::Former)
     }
 
-    /// Reads the records that have arrived; with `until_room` only until the subscriber has room for another buffer.
-    pub(super) fn drain(&mut self, until_room: bool, desk: &mut Desk, hub: &Hub) {
+    /// Reads the records that have arrived; with `until_room` only until the subscriber has room for another buffer. Returns whether no
+    /// record is left.
+    pub(super) fn drain(&mut self, until_room: bool, desk: &mut Desk, hub: &Hub) -> bool {
         let mut resets = 0;
         for _ in 0..MAX_READ {
             if until_room && desk.ledger.has_room(self.id) {
-                return;
+                return false;
             }
             if !self.may_receive(desk, hub) {
-                return;
+                return true;
             }
-            let Some(socket) = &self.socket else { return };
+            let Some(socket) = &self.socket else { return true };
             let handled = match socket.try_receive(&mut desk.incoming) {
                 Ok(Arrival::Record(_)) if matches!(self.stage, Stage::Refused { .. } | Stage::Gone) => continue,
                 Ok(Arrival::Record(record)) => Message::decode(&desk.incoming[..record.length], record.fds.len())
                     .map_err(Error::from)
                     .and_then(|message| self.handle(message, desk, hub)),
                 Ok(Arrival::Broken(error)) => Err(error.into()),
-                Ok(Arrival::End) => return self.hang_up(desk, hub),
+                Ok(Arrival::End) => {
+                    self.hang_up(desk, hub);
+                    return true;
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
                 // ECONNRESET is reported once, before queued records.
                 Err(error) if is_gone(&error) && resets == 0 => {
                     resets += 1;
                     continue;
                 }
-                Err(_) => return self.hang_up(desk, hub),
+                Err(_) => {
+                    self.hang_up(desk, hub);
+                    return true;
+                }
             };
             if let Err(error) = handled {
                 self.refuse(&error, desk, hub);
             }
         }
+        false
     }
 
     /// Looks at the next record before it is received.

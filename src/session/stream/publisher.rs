@@ -159,13 +159,17 @@ impl Publisher {
 
     fn lend(&self, state: &mut State, size: u64) -> Option<Loan> {
         // Returned buffers are read here, so that the publication is sent at once.
-        for member in state.members.values_mut().filter(|member| member.is_subscribed()) {
-            member.drain(true, &mut state.desk, &self.hub);
+        let mut all_read = true;
+        for member in state.members.values_mut().filter(|member| member.may_hold()) {
+            all_read &= member.drain(true, &mut state.desk, &self.hub);
             if state.desk.ledger.has_waiting(member.id) {
                 member.flush(&mut state.desk, &self.hub);
             }
         }
-        let lent = state.desk.ledger.lend(size).or_else(|_| {
+        let lent = state.desk.ledger.lend(size).or_else(|shortage| {
+            if all_read {
+                return Err(shortage);
+            }
             self.hub.drain(state);
             state.desk.ledger.lend(size)
         });
