@@ -7,11 +7,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use nix::libc;
-use rustix::{
-    process::{Pid, PidfdFlags, pidfd_open},
+use nix::{
+    libc,
     time::{ClockId, clock_gettime},
 };
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::above_standard;
 
@@ -26,10 +26,8 @@ pub(crate) fn started_ms(pid: u32) -> Option<u64> {
     // Read the real-time clock first: a delay before the second clock makes the result earlier, so that a process never seems younger
     // than its children.
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
-    let since_boot = clock_gettime(ClockId::Boottime);
-    let since_boot =
-        u64::try_from(since_boot.tv_sec).ok()? * 1000 + u64::try_from(since_boot.tv_nsec).ok()? / 1_000_000;
-    let age = since_boot.saturating_sub(ticks * TICK_MS);
+    let since_boot = Duration::from(clock_gettime(ClockId::CLOCK_BOOTTIME).ok()?);
+    let age = u64::try_from(since_boot.as_millis()).ok()?.saturating_sub(ticks * TICK_MS);
     Some(u64::try_from(now.as_millis()).ok()?.saturating_sub(age))
 }
 
@@ -42,10 +40,10 @@ pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     above_standard(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-/// The time of `CLOCK_MONOTONIC`, which all processes of this machine share.
+/// The time of `CLOCK_MONOTONIC`, which all processes of this machine share. Not by rustix, which looks for the vDSO itself and crashes under
+/// valgrind.
 pub(crate) fn monotonic() -> Duration {
-    let now = clock_gettime(ClockId::Monotonic);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default()
 }
 
 /// The first passed descriptor, `SD_LISTEN_FDS_START` of sd_listen_fds(3).
