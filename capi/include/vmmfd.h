@@ -52,6 +52,8 @@ typedef struct DLManagedTensorVersioned DLManagedTensorVersioned;
  * They include `socket` and `stop`, which are none: assign `socket` and `stop` afterwards. */
 #define VMMFD_MEMORY_OPTIONS .struct_size = sizeof(vmmfd_memory_options_t)
 #define VMMFD_HANDOFF_OPTIONS .struct_size = sizeof(vmmfd_handoff_options_t), .socket = -1, .stop = -1
+#define VMMFD_PUBLISHER_OPTIONS .struct_size = sizeof(vmmfd_publisher_options_t), .stop = -1
+#define VMMFD_SUBSCRIBER_OPTIONS .struct_size = sizeof(vmmfd_subscriber_options_t), .socket = -1, .stop = -1
 #define VMMFD_BROKER_OPTIONS .struct_size = sizeof(vmmfd_broker_options_t), .stop = -1
 #define VMMFD_PUT_OPTIONS .struct_size = sizeof(vmmfd_put_options_t)
 #define VMMFD_GET_OPTIONS .struct_size = sizeof(vmmfd_get_options_t)
@@ -93,6 +95,16 @@ typedef struct vmmfd_memory_t vmmfd_memory_t;
  A version that is imported and takes the addresses of a lease at the switch.
  */
 typedef struct vmmfd_prepared_t vmmfd_prepared_t;
+
+/*
+ A publisher: it passes buffers of one pool to any number of subscribers. Any threads may use it at once.
+ */
+typedef struct vmmfd_publisher_t vmmfd_publisher_t;
+
+/*
+ A subscriber of a stream. Any threads may use it at once.
+ */
+typedef struct vmmfd_subscriber_t vmmfd_subscriber_t;
 
 /*
  A watch of names. One thread may use it at a time.
@@ -730,6 +742,454 @@ struct vmmfd_error_t *vmmfd_handoff_take(const struct vmmfd_device_t *device,
                                          const char *path,
                                          const struct vmmfd_handoff_options_t *options,
                                          struct vmmfd_array_t **array);
+
+/* ---- Streams ---- */
+
+/*
+ The kind of a stream's event.
+ */
+typedef enum vmmfd_stream_event_kind_t {
+    /*
+     A kind that this version of the library does not know.
+     */
+    VMMFD_STREAM_UNKNOWN = 0,
+    /*
+     A subscriber has mapped the pool, and receives the next publication.
+     */
+    VMMFD_STREAM_JOINED = 1,
+    /*
+     A subscriber was freed.
+     */
+    VMMFD_STREAM_LEFT = 2,
+    /*
+     A subscriber's process has exited, closed the connection or broken the protocol. Its buffers return when its process exits.
+     */
+    VMMFD_STREAM_LOST = 3,
+    /*
+     A subscriber with `VMMFD_EVERY` gave no buffer back for `every_ms`. Its buffers return when it gives them back or its process exits.
+     */
+    VMMFD_STREAM_EVICTED = 4,
+    /*
+     A loan got no buffer in time: the error of the loan has the processes that have buffers.
+     */
+    VMMFD_STREAM_STARVED = 5,
+} vmmfd_stream_event_kind_t;
+
+/*
+ The result of `vmmfd_subscriber_receive`.
+ */
+typedef enum vmmfd_received_t {
+    /*
+     No buffer arrived in time.
+     */
+    VMMFD_NOTHING = 0,
+    /*
+     A buffer.
+     */
+    VMMFD_SAMPLE = 1,
+    /*
+     The publisher has finished, and this subscriber has received its last buffer.
+     */
+    VMMFD_ENDED = 2,
+    /*
+     The publisher's process died, or freed the publisher without `vmmfd_publisher_finish`.
+     */
+    VMMFD_CRASHED = 3,
+} vmmfd_received_t;
+
+/*
+ What happens to buffers that a subscriber has no room for, because it has as many as it may hold.
+ */
+typedef enum vmmfd_policy_t {
+    /*
+     The newest waits at the publisher, and replaces an older one: a slow subscriber skips to the newest.
+     */
+    VMMFD_LATEST = 0,
+    /*
+     The newest wait at the publisher, at most `queue` of them.
+     */
+    VMMFD_QUEUE = 1,
+    /*
+     The publisher waits, so the subscriber skips nothing. Only if the publisher allows it.
+     */
+    VMMFD_EVERY = 2,
+} vmmfd_policy_t;
+
+/*
+ Options of a publisher, which start with `VMMFD_PUBLISHER_OPTIONS`.
+ */
+typedef struct vmmfd_publisher_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     A descriptor, such as an eventfd(2), that stops the waits of all calls within 50 ms after it becomes readable. -1: none. The caller
+     keeps it.
+     */
+    int stop;
+    /*
+     The place of the pool: a value of `vmmfd_placement_t`.
+     */
+    uint32_t placement;
+    /*
+     The number of publications that a late subscriber can receive at once.
+     */
+    uint64_t history;
+    /*
+     The most buffers that are on loan at a time. 0: one.
+     */
+    uint64_t loans;
+    /*
+     How long the publisher waits for a subscriber with `VMMFD_EVERY` before it evicts the subscriber, in milliseconds. 0: such
+     subscribers are refused.
+     */
+    uint64_t every_ms;
+    /*
+     The longest silence of a subscriber that joins, in milliseconds. 0: 30 s.
+     */
+    uint64_t timeout_ms;
+    /*
+     Users beside this process's user and root that subscribers may run as.
+     */
+    const uint32_t *trust;
+    /*
+     The number of users in `trust`.
+     */
+    size_t trust_count;
+} vmmfd_publisher_options_t;
+
+/*
+ Describes the buffers of a stream: named arrays, and bytes of the program's own. As an argument, its pointers are read during the call
+ only; in a sample, they are valid until the memory of the sample is freed.
+ */
+typedef struct vmmfd_format_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The number of arrays, at most 64.
+     */
+    size_t array_count;
+    /*
+     The names of the arrays.
+     */
+    const char *const *names;
+    /*
+     Their layouts, with offsets from the start of the buffer: `vmmfd_array_create` makes an array of the buffer's memory and a layout.
+     `strides` of a layout is NULL if the array is contiguous in C order.
+     */
+    const struct vmmfd_layout_t *const *layouts;
+    /*
+     The program's own bytes.
+     */
+    const void *blob;
+    /*
+     The number of bytes in `blob`, at most 65,536.
+     */
+    size_t blob_size;
+} vmmfd_format_t;
+
+/*
+ An event of a publisher.
+ */
+typedef struct vmmfd_stream_event_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The kind.
+     */
+    enum vmmfd_stream_event_kind_t kind;
+    /*
+     The subscriber's process; 0 for `VMMFD_STREAM_STARVED`.
+     */
+    int pid;
+    /*
+     The subscriber's number, which the publisher uses once; 0 for `VMMFD_STREAM_STARVED`.
+     */
+    uint64_t id;
+} vmmfd_stream_event_t;
+
+/*
+ Options of a subscriber, which start with `VMMFD_SUBSCRIBER_OPTIONS`.
+ */
+typedef struct vmmfd_subscriber_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     A connected socket of type `SOCK_SEQPACKET`, used instead of a path. -1: none. The library keeps a duplicate; the caller closes its
+     own after the call.
+     */
+    int socket;
+    /*
+     A descriptor, such as an eventfd(2), that stops the waits of all calls within 50 ms after it becomes readable. -1: none. The caller
+     keeps it.
+     */
+    int stop;
+    /*
+     The longest wait for the publisher to listen, and its longest silence while this subscriber joins, in milliseconds. 0: 30 s.
+     */
+    uint64_t timeout_ms;
+    /*
+     A value of `vmmfd_policy_t`.
+     */
+    uint32_t policy;
+    /*
+     The most buffers that wait with `VMMFD_QUEUE`: 1 to 1,024. 0 with the other policies.
+     */
+    uint32_t queue;
+    /*
+     The most buffers that this subscriber has at a time: samples that exist, and buffers on their way to it. At most 64. 0: one.
+     */
+    uint32_t held;
+    /*
+     The most earlier publications to receive at once.
+     */
+    uint32_t history;
+    /*
+     Users beside this process's user and root that the publisher may run as.
+     */
+    const uint32_t *trust;
+    /*
+     The number of users in `trust`.
+     */
+    size_t trust_count;
+} vmmfd_subscriber_options_t;
+
+/*
+ The result of a receive, with the buffer if there is one. The pointers are valid until `memory` is freed.
+ */
+typedef struct vmmfd_sample_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The result. Without `VMMFD_SAMPLE`, all later fields but `pid` are 0 or NULL.
+     */
+    enum vmmfd_received_t result;
+    /*
+     The publisher's process.
+     */
+    int pid;
+    /*
+     The buffer, mapped read-only. The caller frees it with `vmmfd_memory_free`, which gives the buffer back.
+     */
+    struct vmmfd_memory_t *memory;
+    /*
+     The address of the buffer on the device, the `CUdeviceptr`; on the host backend an address of this process.
+     */
+    uint64_t address;
+    /*
+     The size of the buffer in bytes.
+     */
+    uint64_t size;
+    /*
+     The number of the publication, counted from 1.
+     */
+    uint64_t number;
+    /*
+     The time of the publication, in nanoseconds of `CLOCK_MONOTONIC`, which all processes of the machine share.
+     */
+    uint64_t published_ns;
+    /*
+     The number of publications between the sample before and this one, which this subscriber did not get. 0 for the first.
+     */
+    uint64_t skipped;
+    /*
+     The publisher's own bytes.
+     */
+    const void *user;
+    /*
+     The number of bytes in `user`, at most 4,096.
+     */
+    size_t user_size;
+    /*
+     The description of the buffer, without arrays and blob until the publisher sets it.
+     */
+    const struct vmmfd_format_t *format;
+} vmmfd_sample_t;
+
+/*
+ Allocates the pool of a publisher on a device: `room` buffers of `size` bytes each. With `size` 0 the sizes vary, and `room` is the size
+ of the pool in bytes. Subscribers come by `vmmfd_publisher_listen` and `vmmfd_publisher_admit`.
+
+ With a fixed size, a subscriber is refused if the pool has fewer buffers than the sum of: the buffers that each subscriber may hold, the
+ history (or the longest queue less 1), the loans, and 1. So no subscriber without `VMMFD_EVERY` can make a loan wait. `options` NULL
+ means the defaults. The caller frees `*publisher` with `vmmfd_publisher_free`; it is NULL after a failure. Blocks while the driver
+ allocates. A thread of the library serves all publishers of the process; it blocks all signals.
+
+ Errors: `VMMFD_INVALID` for a pool without room for a buffer and unknown options; the errors of `vmmfd_memory_create`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_create(const struct vmmfd_device_t *device,
+                                             uint64_t size,
+                                             uint64_t room,
+                                             const struct vmmfd_publisher_options_t *options,
+                                             struct vmmfd_publisher_t **publisher);
+
+/*
+ Accepts subscribers at a socket path from now on. `path` NULL is this user's default. Replaces an earlier path. Does not wait for
+ subscribers.
+
+ Errors: `VMMFD_INVALID` for a path that can't be used; `VMMFD_SYSTEM`, also if another process listens there; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_listen(const struct vmmfd_publisher_t *publisher,
+                                             const char *path);
+
+/*
+ Accepts the subscriber at the other end of a connected socket of type `SOCK_SEQPACKET`. Does not wait for it.
+
+ The library keeps a duplicate of `socket`. The caller closes its own after the call, because the subscriber sees the end of a publisher
+ only when all duplicates are closed.
+
+ Errors: `VMMFD_INVALID` for another descriptor; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_admit(const struct vmmfd_publisher_t *publisher,
+                                            int socket);
+
+/*
+ Describes the buffers that are published from now on. `format` is sent when it changes, not with each buffer. Does not block.
+
+ Errors: `VMMFD_INVALID` for more than 64 arrays, a blob of more than 65,536 bytes, arrays that are not inside a buffer of the fixed
+ size, and wrong layouts; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_set_format(const struct vmmfd_publisher_t *publisher,
+                                                 const struct vmmfd_format_t *format);
+
+/*
+ Takes a free buffer, to fill and publish: memory with an address in `vmmfd_memory_info`, which contains the bytes of an earlier
+ publication. `size` 0 is the fixed size of the publisher's buffers.
+
+ The caller passes `*loan` to `vmmfd_loan_publish`, or frees it with `vmmfd_memory_free`, after which the buffer is free again; it is NULL
+ after a failure. Blocks for at most `timeout_ms` while all loans are taken, while a subscriber with `VMMFD_EVERY` has no room, and, if
+ the sizes vary, while the pool is full. With `timeout_ms` 0 it does not block, and `*loan` is NULL without an error if no buffer is free;
+ the descriptor of the publisher is then readable after the next change.
+
+ Errors: `VMMFD_TIMEOUT` after `timeout_ms`, with the processes that have the buffers; `VMMFD_INVALID` for a size of 0 if the sizes vary,
+ and for a size that exceeds the fixed size or the pool; `VMMFD_INTERRUPTED`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_loan(const struct vmmfd_publisher_t *publisher,
+                                           uint64_t size,
+                                           uint64_t timeout_ms,
+                                           struct vmmfd_memory_t **loan);
+
+/*
+ Publishes a loan with `user_size` bytes of the program's own, at most 4,096. Waits for no subscriber.
+
+ On success the handle `loan` is freed; after a failure the caller frees it with `vmmfd_memory_free`. `number`, which may be NULL, is the
+ number of the publication, counted from 1. Without `idle`, blocks until all work in the device's primary context has finished. With
+ `idle` it does not block: the program has already waited for its own work on the buffer.
+
+ Errors: `VMMFD_INVALID` for memory that is no loan, for too many bytes, while another call or a DLPack tensor uses the loan, and after
+ `vmmfd_publisher_finish`; `VMMFD_DRIVER` if the GPU's work failed; `VMMFD_FORKED`. Driver call: `cuCtxSynchronize`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_loan_publish(struct vmmfd_memory_t *loan,
+                                         const void *user,
+                                         size_t user_size,
+                                         bool idle,
+                                         uint64_t *number);
+
+/*
+ Returns the next event of a publisher. `*found` is false if there is none. The publisher keeps the last 1,024 events. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_event(const struct vmmfd_publisher_t *publisher,
+                                            struct vmmfd_stream_event_t *event,
+                                            bool *found);
+
+/*
+ Returns a descriptor that is readable, in poll(2) and epoll(7), when an event waits or a buffer may be free. Then call
+ `vmmfd_publisher_event` until it finds none, and `vmmfd_publisher_loan` with `timeout_ms` 0.
+
+ The publisher owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_descriptor(const struct vmmfd_publisher_t *publisher,
+                                                 int *fd);
+
+/*
+ Completes the stream: nothing more can be published, and each subscriber receives `VMMFD_ENDED` behind the buffers that wait for it.
+ Blocks until all subscribers have received and given back everything, for at most `timeout_ms`, after which waiting buffers are lost.
+ Afterwards the caller frees the publisher.
+
+ Errors: `VMMFD_INTERRUPTED` and `VMMFD_SYSTEM`; a publisher that is then freed looks crashed. `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_finish(const struct vmmfd_publisher_t *publisher,
+                                             uint64_t timeout_ms);
+
+/*
+ Frees a publisher and closes its connections. Without `vmmfd_publisher_finish` before, subscribers receive `VMMFD_CRASHED`. Samples of
+ subscribers remain readable. Does not wait for subscribers.
+ */
+void vmmfd_publisher_free(struct vmmfd_publisher_t *publisher);
+
+/*
+ Subscribes to the publisher at a socket path, or at the other end of `socket` of the options, and maps its pool, read-only.
+
+ `device` is the device to map the pool for, if it can reach the pool; NULL means the pool's own device, of the backend `auto`. `path`
+ NULL is this user's default; with a `socket` it is NULL. `options` NULL means the defaults: `VMMFD_LATEST`, one buffer at a time. The
+ caller frees `*subscriber` with `vmmfd_subscriber_free`; it is NULL after a failure. Blocks until the publisher listens and the pool is
+ mapped, at most `timeout_ms` without a sign of the publisher.
+
+ Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED` if the publisher refuses this subscriber, with its reason,
+ such as a pool with too few buffers, or is gone; `VMMFD_DENIED` for a user that is not trusted; `VMMFD_UNSUPPORTED` if this process has
+ no device for the pool; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_subscriber_connect(const struct vmmfd_device_t *device,
+                                               const char *path,
+                                               const struct vmmfd_subscriber_options_t *options,
+                                               struct vmmfd_subscriber_t **subscriber);
+
+/*
+ Waits for the next buffer, for at most `timeout_ms`; 0 is not to wait. Buffers arrive in the order of publication. `sample->result` is the
+ kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors.
+
+ The caller frees `sample->memory` with `vmmfd_memory_free`, from any thread, also after the subscriber or the publisher is gone. This
+ waits until all work in the device's primary context has finished, and then gives the buffer back, unless an array or a DLPack tensor
+ still uses it: then the last of them gives it back.
+
+ Errors: `VMMFD_DISCONNECTED` if the publisher has evicted this subscriber or broke the protocol, after which calls return `VMMFD_INVALID`
+ and samples remain readable; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_subscriber_receive(const struct vmmfd_subscriber_t *subscriber,
+                                               uint64_t timeout_ms,
+                                               struct vmmfd_sample_t *sample);
+
+/*
+ Returns a descriptor that is readable, in poll(2) and epoll(7), when something has arrived or the publisher is gone. Then call
+ `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable.
+
+ The subscriber and its samples own the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_subscriber_descriptor(const struct vmmfd_subscriber_t *subscriber,
+                                                  int *fd);
+
+/*
+ Frees a subscriber, which leaves the stream. Its samples remain valid, and are given back when they are freed. A call of another thread
+ finishes first: `stop` of the options ends its wait. Does not block.
+ */
+void vmmfd_subscriber_free(struct vmmfd_subscriber_t *subscriber);
 
 /* ---- Brokers ---- */
 

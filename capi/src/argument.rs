@@ -89,6 +89,11 @@ pub(crate) fn unused(is_set: bool, name: &str, when: &str) -> Outcome<()> {
     }
 }
 
+/// An option whose value this version does not know.
+pub(crate) fn unknown(name: &str, value: u32) -> Failure {
+    Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h"))
+}
+
 /// A list of the caller. Null is an empty list if the count is 0.
 ///
 /// # Errors

@@ -77,6 +77,26 @@ pub struct vmmfd_layout_t {
 
 versioned!(vmmfd_layout_t);
 
+/// Reads a layout of the caller.
+///
+/// # Errors
+/// If it is null, has no known type or too many dimensions.
+pub(crate) fn described(layout: *const vmmfd_layout_t) -> Outcome<ArrayDescriptor> {
+    let layout = options(layout)?.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
+    let dtype = text(layout.dtype, "dtype")?;
+    let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("dtype: {error}")))?;
+    if layout.dimensions > MAX_DIMENSIONS {
+        let got = layout.dimensions;
+        return Err(Failure::invalid(format!("{got} dimensions are too many: the limit is {MAX_DIMENSIONS}")));
+    }
+    let shape = list(layout.shape, layout.dimensions, "shape")?.to_vec();
+    let strides = match layout.strides.is_null() {
+        true => None,
+        false => Some(list(layout.strides, layout.dimensions, "strides")?.to_vec()),
+    };
+    Ok(ArrayDescriptor { dtype, shape, strides, offset: layout.offset })
+}
+
 /// Makes an array of memory. `layout` describes it, and its pointers are read during the call only.
 ///
 /// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the memory: the caller may free its
@@ -92,20 +112,7 @@ pub extern "C" fn vmmfd_array_create(
 ) -> *mut vmmfd_error_t {
     run_out(array, "array", || {
         let memory = handle::get(memory)?;
-        let layout = options(layout)?.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
-        let dtype = text(layout.dtype, "dtype")?;
-        let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("dtype: {error}")))?;
-        if layout.dimensions > MAX_DIMENSIONS {
-            let got = layout.dimensions;
-            return Err(Failure::invalid(format!("{got} dimensions are too many: the limit is {MAX_DIMENSIONS}")));
-        }
-        let shape = list(layout.shape, layout.dimensions, "shape")?.to_vec();
-        let strides = match layout.strides.is_null() {
-            true => None,
-            false => Some(list(layout.strides, layout.dimensions, "strides")?.to_vec()),
-        };
-        let descriptor = ArrayDescriptor { dtype, shape, strides, offset: layout.offset };
-        Ok(handle::insert(Array::new(Arc::clone(&memory), descriptor)?))
+        Ok(handle::insert(Array::new(Arc::clone(&memory), described(layout)?)?))
     })
 }
 

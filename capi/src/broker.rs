@@ -16,7 +16,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, stop, text, unused},
+    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, stop, text, unknown, unused},
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
@@ -227,7 +227,6 @@ pub extern "C" fn vmmfd_broker_put(
 }
 
 fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<(Put<'a>, Option<String>)> {
-    let unknown = |name: &str, value| Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h"));
     if options.condition != vmmfd_condition_t::VMMFD_PUT_VERSION as u32 {
         unused(options.version != 0, "version", "without VMMFD_PUT_VERSION")?;
     }

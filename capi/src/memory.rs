@@ -4,22 +4,24 @@ use std::{
     ffi::{CString, c_char, c_int},
     mem::MaybeUninit,
     os::fd::{AsFd, IntoRawFd},
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 use vmmfd::{
     Error,
+    bindings::lock,
     driver::Access,
     memory::{Allocation, Mapping, Neighbours, Placement, Rdma, Region, Reservation, Shared, Spec},
+    session::stream::{Loan, Sample},
 };
 
 use crate::{
-    argument::{bytes, descriptor, list, out, run_out},
+    argument::{bytes, descriptor, list, out, run_out, unknown},
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     leased::Leased,
-    owned::c_text,
+    owned::{Kept, c_text},
     versioned::{Facts, options, versioned},
 };
 
@@ -44,18 +46,35 @@ pub(crate) enum Source {
     Opened(Arc<dyn Region>),
     /// A part of a lease, which may be switched to another version or parked.
     Leased(Arc<Leased>, String),
+    /// A buffer that this process may publish. `None` afterwards.
+    Lent(Mutex<Option<Arc<Loan>>>),
+    /// A buffer of a publisher, and the texts and lists that describe it.
+    Received { sample: Arc<Sample>, _kept: Mutex<Kept> },
 }
 
 impl Memory {
+    fn of(source: Source, region: &dyn Region, mapped_size: u64) -> Arc<Self> {
+        let device = c_text(region.device().prefixed_uuid());
+        Arc::new(Self { source, mapped_size, device })
+    }
+
     pub(crate) fn own(shared: Shared) -> Arc<Self> {
-        let mapped_size = shared.mapped_size();
-        let device = c_text(shared.device().prefixed_uuid());
-        Arc::new(Self { source: Source::Own(Arc::new(shared)), mapped_size, device })
+        let shared = Arc::new(shared);
+        Self::of(Source::Own(Arc::clone(&shared)), &*shared, shared.mapped_size())
     }
 
     pub(crate) fn opened(region: Arc<dyn Region>, mapped_size: u64) -> Arc<Self> {
-        let device = c_text(region.device().prefixed_uuid());
-        Arc::new(Self { source: Source::Opened(region), mapped_size, device })
+        Self::of(Source::Opened(Arc::clone(&region)), &*region, mapped_size)
+    }
+
+    pub(crate) fn lent(loan: Loan) -> Arc<Self> {
+        let loan = Arc::new(loan);
+        Self::of(Source::Lent(Mutex::new(Some(Arc::clone(&loan)))), &*loan, loan.size())
+    }
+
+    pub(crate) fn received(sample: &Arc<Sample>, kept: Kept) -> Arc<Self> {
+        let source = Source::Received { sample: Arc::clone(sample), _kept: Mutex::new(kept) };
+        Self::of(source, &**sample, sample.size())
     }
 
     /// A part of a lease.
@@ -74,6 +93,8 @@ impl Memory {
             Source::Own(shared) => work(&**shared),
             Source::Opened(region) => work(&**region),
             Source::Leased(lease, part) => lease.part(part, |memory| work(&**memory))?,
+            Source::Lent(loan) => work(&*lent(loan)?),
+            Source::Received { sample, .. } => work(&**sample),
         }
     }
 
@@ -83,6 +104,8 @@ impl Memory {
             Source::Own(shared) => Ok(Arc::clone(shared) as Arc<dyn Region>),
             Source::Opened(region) => Ok(Arc::clone(region)),
             Source::Leased(lease, part) => lease.part(part, |memory| Arc::clone(memory) as Arc<dyn Region>),
+            Source::Lent(loan) => Ok(lent(loan)? as Arc<dyn Region>),
+            Source::Received { sample, .. } => Ok(Arc::clone(sample) as Arc<dyn Region>),
         }
     }
 
@@ -93,11 +116,38 @@ impl Memory {
     pub(crate) fn shared(&self, purpose: &str) -> Outcome<&Arc<Shared>> {
         match &self.source {
             Source::Own(shared) => Ok(shared),
+            Source::Lent(_) => Err(Failure::invalid(format!(
+                "this memory is a buffer of a stream: nobody can {purpose}; copy it to memory of vmmfd_memory_create"
+            ))),
             _ => Err(Failure::invalid(format!(
                 "another process created this memory: only its creator can {purpose}; copy it to memory of vmmfd_memory_create"
             ))),
         }
     }
+
+    /// Takes the loan out, to publish it.
+    ///
+    /// # Errors
+    /// If the memory is no loan, or is in use; it then remains.
+    pub(crate) fn take_loan(&self) -> Outcome<Loan> {
+        let Source::Lent(place) = &self.source else {
+            return Err(Failure::invalid("this memory is no loan: publish memory of vmmfd_publisher_loan"));
+        };
+        let mut place = lock(place);
+        let loan = place.take().ok_or_else(published)?;
+        Arc::try_unwrap(loan).map_err(|loan| {
+            *place = Some(loan);
+            Failure::invalid("a DLPack tensor or another call uses this loan: publish it afterwards")
+        })
+    }
+}
+
+fn lent(loan: &Mutex<Option<Arc<Loan>>>) -> Outcome<Arc<Loan>> {
+    lock(loan).clone().ok_or_else(published)
+}
+
+fn published() -> Failure {
+    Failure::invalid("this loan is over: it was published, or its publication failed")
 }
 
 /// Where memory is.
@@ -108,6 +158,18 @@ pub enum vmmfd_placement_t {
     VMMFD_ON_DEVICE = 0,
     /// Host memory on the NUMA node closest to the device, which the CPU and the device both reach.
     VMMFD_ON_HOST = 1,
+}
+
+/// A value of [`vmmfd_placement_t`].
+///
+/// # Errors
+/// If it is unknown.
+pub(crate) fn placement(value: u32) -> Outcome<Placement> {
+    match value {
+        0 => Ok(Placement::Device),
+        1 => Ok(Placement::Host),
+        other => Err(unknown("placement", other)),
+    }
 }
 
 /// Whether network cards can reach memory (`gpuDirectRDMACapable`).
@@ -180,20 +242,15 @@ pub extern "C" fn vmmfd_memory_create(
         let open = handle::get(device)?;
         let mut spec = Spec::vmm(size);
         if let Some(options) = self::options(options)? {
-            let unknown = |name: &str, value| Err(Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h")));
             if options.chunk > 0 {
                 spec = spec.chunk(options.chunk);
             }
-            spec = match options.placement {
-                0 => spec,
-                1 => spec.placement(Placement::Host),
-                other => return unknown("placement", other),
-            };
+            spec = spec.placement(placement(options.placement)?);
             spec = match options.rdma {
                 0 => spec,
                 1 => spec.rdma(Rdma::Auto),
                 2 => spec.rdma(Rdma::Required),
-                other => return unknown("rdma", other),
+                other => return Err(unknown("rdma", other)),
             };
         }
         Ok(handle::insert(Memory::own(Shared::create(&open.device, spec)?)))

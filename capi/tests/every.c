@@ -1,5 +1,6 @@
 /* Calls every function of the C library: every BACKEND BROKER. BROKER is the socket of a running broker.
-   every gone BROKER PID ends this broker. */
+   every gone BROKER PID ends this broker.
+   every stream BACKEND ROLE PATH is another process of the tests of streams. */
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
@@ -378,6 +379,10 @@ int main(int argc, char **argv) {
         test_gone(argv[2], atoi(argv[3]));
         return 0;
     }
+    if (argc == 5 && strcmp(argv[1], "stream") == 0) {
+        be_stream_peer(argv[2], argv[3], argv[4]);
+        return 0;
+    }
     EXPECT(argc == 3);
     vmmfd_device_t *device = test_device(argv[1]);
     test_log(device);
@@ -390,6 +395,7 @@ int main(int argc, char **argv) {
     test_unused_options(device);
     test_dead_peer(device);
     test_fork(device);
+    test_stream(device, argv[1], argv[0]);
     test_broker(device, argv[2]);
     vmmfd_device_free(device);
     printf("every: %s passed\n", argv[1]);

@@ -73,6 +73,12 @@ static inline uint32_t number(const vmmfd_array_t *array, uint64_t index) {
 /* The tests of every_broker.c. */
 void test_broker(const vmmfd_device_t *device, const char *path);
 
+/* The tests of every_stream.c; `program` is this program's path. */
+void test_stream(const vmmfd_device_t *device, const char *backend, const char *program);
+
+/* Publishes or subscribes for the tests in another process. */
+void be_stream_peer(const char *backend, const char *role, const char *path);
+
 /* Ends the broker, and then uses the connection to it. */
 void test_gone(const char *path, pid_t broker);
 

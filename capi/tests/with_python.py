@@ -1,4 +1,4 @@
-"""A C program and Python at two ends of a broker and of a handoff: with_python.py PROGRAMS BROKER"""
+"""A C program and Python at two ends of a handoff: with_python.py PROGRAMS FOLDER"""
 
 import os
 import subprocess
@@ -8,33 +8,7 @@ import threading
 import numpy as np
 import vmmfd
 
-programs, socket = sys.argv[1:]
-folder = os.path.dirname(socket)
-
-# C publishes, Python reads.
-path = os.path.join(folder, "python-frames")
-publisher = subprocess.Popen([f"{programs}/publisher", socket, path, "8", "host"])
-with vmmfd.Broker(socket) as broker:
-    lease = broker.get("camera", wait=20)
-    assert lease.metadata == {"encoding": "mono8"}, lease.metadata
-    assert lease["frame3"].shape == (480, 640) and np.asarray(lease["frame3"]).dtype == np.uint8
-    subscriber = subprocess.run([f"{programs}/subscriber", socket, path], timeout=60, check=True, capture_output=True)
-    assert subscriber.stdout == b"received 8 frames\n", subscriber.stdout
-    assert publisher.wait(60) == 0
-    # Frame 7 was the last in this buffer.
-    assert (np.asarray(lease["frame3"]) == 7).all()
-    del lease
-
-    # Python publishes, C reads.
-    frames = {f"frame{i}": np.zeros((480, 640), np.uint8) for i in range(4)}
-    broker.put("camera", frames, metadata={"encoding": "mono8"})
-    # It finds no publisher at this path: the lease is what counts.
-    watch = subprocess.Popen([f"{programs}/subscriber", socket, os.path.join(folder, "nobody")], stderr=subprocess.DEVNULL)
-    with broker.watch("camera") as events:
-        while not broker.who("camera").leases:
-            assert events.next(wait=20) is not None
-    watch.kill()
-    watch.wait()
+programs, folder = sys.argv[1:]
 
 # Python serves, C takes.
 path = os.path.join(folder, "python-handoff")

@@ -1,69 +1,53 @@
-/* Receives the frames of publisher.c: subscriber BROKER SOCKET
- *
- * It maps the object once. Each frame then costs one record in each direction, whatever its size.
+/* Receives the frames of publisher.c, and checks each byte: subscriber PATH
  *
  *   cc -std=c11 -Wall -Wextra -pedantic subscriber.c -o subscriber $(pkg-config --cflags --libs vmmfd) */
-#define _GNU_SOURCE
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <time.h>
-#include <unistd.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <vmmfd.h>
 
-#include "frames.h"
+static void check(vmmfd_error_t *error) {
+    if (error == NULL)
+        return;
+    fprintf(stderr, "subscriber: %s%s%s\n", error->message, error->hint ? ": " : "", error->hint ? error->hint : "");
+    vmmfd_error_free(error);
+    exit(1);
+}
 
-/* Connects to the publisher, which may start later. */
-static int connect_to(const char *path) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
-    int publisher = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    strncpy(address.sun_path, path, sizeof address.sun_path - 1);
-    for (int tries = 0; connect(publisher, (struct sockaddr *)&address, sizeof address) != 0; tries++) {
-        require(tries < 1000, path);
-        nanosleep(&pause, NULL);
+static void require(bool condition, const char *message, uint64_t number) {
+    if (!condition) {
+        fprintf(stderr, "subscriber: frame %llu %s\n", (unsigned long long)number, message);
+        exit(1);
     }
-    return publisher;
 }
 
 int main(int argc, char **argv) {
-    static unsigned char frame[HEIGHT * WIDTH];
-    vmmfd_broker_t *broker;
-    vmmfd_lease_t *lease;
-    vmmfd_memory_t *buffers[BUFFERS];
-    vmmfd_layout_t layouts[BUFFERS];
-    vmmfd_array_t *arrays[BUFFERS];
-    if (argc < 3)
-        return fputs("usage: subscriber BROKER SOCKET\n", stderr), 2;
-    check(vmmfd_broker_connect(argv[1], NULL, &broker));
-    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .wait_ms = 30000, .expect = "{\"encoding\": \"mono8\"}"};
-    check(vmmfd_broker_get(broker, NULL, "camera", &options, &lease));
-    for (int i = 0; i < BUFFERS; i++) {
-        char name[16];
-        snprintf(name, sizeof name, "frame%d", i);
-        check(vmmfd_lease_array(lease, NULL, name, &arrays[i]));
-        layouts[i].struct_size = sizeof layouts[i];
-        check(vmmfd_array_info(arrays[i], &layouts[i]));
-        check(vmmfd_array_memory(arrays[i], &buffers[i]));
-    }
-    int publisher = connect_to(argv[2]);
-    struct turn turn;
+    static unsigned char frame[480 * 640], expected[sizeof frame];
+    vmmfd_subscriber_t *subscriber;
     uint64_t frames = 0;
-    while (recv(publisher, &turn, sizeof turn, 0) == sizeof turn && turn.buffer < BUFFERS) {
-        /* A program with a GPU launches its kernels on the address of vmmfd_memory_info instead. */
-        check(vmmfd_memory_copy_out(buffers[turn.buffer], layouts[turn.buffer].offset, frame, sizeof frame));
-        unsigned char value = (unsigned char)(turn.frame % 251);
-        if (turn.frame != frames || frame[0] != value || frame[sizeof frame - 1] != value) {
-            fprintf(stderr, "frames: frame %llu has wrong bytes\n", (unsigned long long)turn.frame);
-            return 1;
-        }
+    if (argc < 2)
+        return fputs("usage: subscriber PATH\n", stderr), 2;
+    /* A viewer would use the default policy, VMMFD_LATEST, which skips to the newest frame. */
+    vmmfd_subscriber_options_t options = {VMMFD_SUBSCRIBER_OPTIONS, .policy = VMMFD_EVERY};
+    check(vmmfd_subscriber_connect(NULL, argv[1], &options, &subscriber));
+    vmmfd_sample_t sample = {.struct_size = sizeof sample};
+    for (;;) {
+        check(vmmfd_subscriber_receive(subscriber, VMMFD_FOREVER, &sample));
+        if (sample.result != VMMFD_SAMPLE)
+            break;
+        const vmmfd_format_t *format = sample.format;
+        require(sample.size == sizeof frame && format->array_count == 1 && strcmp(format->names[0], "frame") == 0,
+                "has another format", sample.number);
+        require(sample.skipped == 0, "follows skipped frames", sample.number);
+        /* A program with a GPU launches its kernels on `sample.address` instead. */
+        check(vmmfd_memory_copy_out(sample.memory, 0, frame, sizeof frame));
+        memset(expected, (int)(sample.number % 251), sizeof expected);
+        require(memcmp(frame, expected, sizeof frame) == 0, "has wrong bytes", sample.number);
+        vmmfd_memory_free(sample.memory); /* Gives the buffer back. */
         frames++;
-        require(send(publisher, &turn, sizeof turn, MSG_NOSIGNAL) == sizeof turn, "send");
     }
+    if (sample.result == VMMFD_CRASHED)
+        return fprintf(stderr, "subscriber: the publisher, process %d, died\n", sample.pid), 1;
     printf("received %llu frames\n", (unsigned long long)frames);
-    close(publisher);
-    for (int i = 0; i < BUFFERS; i++) {
-        vmmfd_memory_free(buffers[i]);
-        vmmfd_array_free(arrays[i]);
-    }
-    vmmfd_lease_free(lease);
-    vmmfd_broker_free(broker);
+    vmmfd_subscriber_free(subscriber);
 }

@@ -252,6 +252,12 @@ impl Publisher {
     /// # Errors
     /// [`Error::Interrupted`]; [`Error::System`]. Subscribers then see a crash.
     pub fn finish(self, limit: Duration) -> Result<PublisherStats> {
+        self.complete(limit)
+    }
+
+    /// [`Publisher::finish`] for the bindings, whose publishers have several users.
+    #[doc(hidden)]
+    pub fn complete(&self, limit: Duration) -> Result<PublisherStats> {
         let hub = &self.hub;
         hub.creator.check()?;
         let mut state = hub.lock();

@@ -1,0 +1,261 @@
+//! Subscribers of streams.
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    mem::MaybeUninit,
+    os::fd::{AsFd, AsRawFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use vmmfd::{
+    Error,
+    channel::socket_path,
+    error::PeerError,
+    memory::Region,
+    session::stream::{Policy, Received, Sample, SubscribeOptions, Subscriber},
+};
+
+use crate::{
+    argument::{config, descriptor, list, milliseconds, out, path, run_out, stop, unknown, unused},
+    device::{driver, vmmfd_device_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    format::{self, vmmfd_format_t},
+    handle::{self, handle},
+    memory::{Memory, vmmfd_memory_t},
+    owned::Kept,
+    versioned::{Facts, options, versioned},
+};
+
+/// A subscriber of a stream. Any threads may use it at once.
+#[derive(Debug)]
+pub struct vmmfd_subscriber_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_subscriber_t, 9, "a subscriber", Subscriber);
+
+/// What happens to buffers that a subscriber has no room for, because it has as many as it may hold.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_policy_t {
+    /// The newest waits at the publisher, and replaces an older one: a slow subscriber skips to the newest.
+    VMMFD_LATEST = 0,
+    /// The newest wait at the publisher, at most `queue` of them.
+    VMMFD_QUEUE = 1,
+    /// The publisher waits, so the subscriber skips nothing. Only if the publisher allows it.
+    VMMFD_EVERY = 2,
+}
+
+/// Options of a subscriber, which start with `VMMFD_SUBSCRIBER_OPTIONS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_subscriber_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
+    /// A connected socket of type `SOCK_SEQPACKET`, used instead of a path. -1: none. The library keeps a duplicate; the caller closes its
+    /// own after the call.
+    pub socket: c_int,
+    /// A descriptor, such as an eventfd(2), that stops the waits of all calls within 50 ms after it becomes readable. -1: none. The caller
+    /// keeps it.
+    pub stop: c_int,
+    /// The longest wait for the publisher to listen, and its longest silence while this subscriber joins, in milliseconds. 0: 30 s.
+    pub timeout_ms: u64,
+    /// A value of `vmmfd_policy_t`.
+    pub policy: u32,
+    /// The most buffers that wait with `VMMFD_QUEUE`: 1 to 1,024. 0 with the other policies.
+    pub queue: u32,
+    /// The most buffers that this subscriber has at a time: samples that exist, and buffers on their way to it. At most 64. 0: one.
+    pub held: u32,
+    /// The most earlier publications to receive at once.
+    pub history: u32,
+    /// Users beside this process's user and root that the publisher may run as.
+    pub trust: *const u32,
+    /// The number of users in `trust`.
+    pub trust_count: usize,
+}
+
+versioned!(vmmfd_subscriber_options_t);
+
+fn subscription(given: &vmmfd_subscriber_options_t) -> Outcome<SubscribeOptions> {
+    let number = |value: u32, name: &str| {
+        u16::try_from(value).map_err(|_| Failure::invalid(format!("{name} is {value}: the limit is 65535")))
+    };
+    let policy = match given.policy {
+        0 => Policy::Latest,
+        1 => Policy::Queue(number(given.queue, "queue")?),
+        2 => Policy::Every,
+        other => return Err(unknown("policy", other)),
+    };
+    unused(given.queue != 0 && given.policy != 1, "queue", "without VMMFD_QUEUE")?;
+    let held = number(given.held.max(1), "held")?;
+    Ok(SubscribeOptions::default().policy(policy).held(held).history(number(given.history, "history")?))
+}
+
+/// Subscribes to the publisher at a socket path, or at the other end of `socket` of the options, and maps its pool, read-only.
+///
+/// `device` is the device to map the pool for, if it can reach the pool; NULL means the pool's own device, of the backend `auto`. `path`
+/// NULL is this user's default; with a `socket` it is NULL. `options` NULL means the defaults: `VMMFD_LATEST`, one buffer at a time. The
+/// caller frees `*subscriber` with `vmmfd_subscriber_free`; it is NULL after a failure. Blocks until the publisher listens and the pool is
+/// mapped, at most `timeout_ms` without a sign of the publisher.
+///
+/// Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED` if the publisher refuses this subscriber, with its reason,
+/// such as a pool with too few buffers, or is gone; `VMMFD_DENIED` for a user that is not trusted; `VMMFD_UNSUPPORTED` if this process has
+/// no device for the pool; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_subscriber_connect(
+    device: *const vmmfd_device_t,
+    path: *const c_char,
+    options: *const vmmfd_subscriber_options_t,
+    subscriber: Option<&mut MaybeUninit<*mut vmmfd_subscriber_t>>,
+) -> *mut vmmfd_error_t {
+    run_out(subscriber, "subscriber", || {
+        let mut wanted = SubscribeOptions::default();
+        let (mut own, mut socket) = (config(0, &[], None)?, None);
+        if let Some(given) = self::options(options)? {
+            unused(given.socket != -1 && !path.is_null(), "path", "with a socket")?;
+            wanted = subscription(&given)?;
+            let trust = list(given.trust, given.trust_count, "trust")?;
+            own = config(given.timeout_ms, trust, stop(given.stop)?.as_ref())?;
+            socket = (given.socket != -1).then(|| descriptor(given.socket, "socket")).transpose()?;
+        }
+        let (driver, selector) = match handle::optional(device)? {
+            Some(open) => (open.device.driver().clone(), Some(open.selector())),
+            None => (driver(None)?.0, None),
+        };
+        Ok(handle::insert(match socket {
+            Some(socket) => Subscriber::over(socket, &driver, selector, &wanted, &own)?,
+            None => Subscriber::connect(&driver, selector, &socket_path(self::path(path))?, &wanted, &own)?,
+        }))
+    })
+}
+
+/// The result of `vmmfd_subscriber_receive`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_received_t {
+    /// No buffer arrived in time.
+    VMMFD_NOTHING = 0,
+    /// A buffer.
+    VMMFD_SAMPLE = 1,
+    /// The publisher has finished, and this subscriber has received its last buffer.
+    VMMFD_ENDED = 2,
+    /// The publisher's process died, or freed the publisher without `vmmfd_publisher_finish`.
+    VMMFD_CRASHED = 3,
+}
+
+/// The result of a receive, with the buffer if there is one. The pointers are valid until `memory` is freed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_sample_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
+    /// The result. Without `VMMFD_SAMPLE`, all later fields but `pid` are 0 or NULL.
+    pub result: vmmfd_received_t,
+    /// The publisher's process.
+    pub pid: c_int,
+    /// The buffer, mapped read-only. The caller frees it with `vmmfd_memory_free`, which gives the buffer back.
+    pub memory: *mut vmmfd_memory_t,
+    /// The address of the buffer on the device, the `CUdeviceptr`; on the host backend an address of this process.
+    pub address: u64,
+    /// The size of the buffer in bytes.
+    pub size: u64,
+    /// The number of the publication, counted from 1.
+    pub number: u64,
+    /// The time of the publication, in nanoseconds of `CLOCK_MONOTONIC`, which all processes of the machine share.
+    pub published_ns: u64,
+    /// The number of publications between the sample before and this one, which this subscriber did not get. 0 for the first.
+    pub skipped: u64,
+    /// The publisher's own bytes.
+    pub user: *const c_void,
+    /// The number of bytes in `user`, at most 4,096.
+    pub user_size: usize,
+    /// The description of the buffer, without arrays and blob until the publisher sets it.
+    pub format: *const vmmfd_format_t,
+}
+
+versioned!(vmmfd_sample_t);
+
+/// Waits for the next buffer, for at most `timeout_ms`; 0 is not to wait. Buffers arrive in the order of publication. `sample->result` is the
+/// kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors.
+///
+/// The caller frees `sample->memory` with `vmmfd_memory_free`, from any thread, also after the subscriber or the publisher is gone. This
+/// waits until all work in the device's primary context has finished, and then gives the buffer back, unless an array or a DLPack tensor
+/// still uses it: then the last of them gives it back.
+///
+/// Errors: `VMMFD_DISCONNECTED` if the publisher has evicted this subscriber or broke the protocol, after which calls return `VMMFD_INVALID`
+/// and samples remain readable; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_subscriber_receive(
+    subscriber: *const vmmfd_subscriber_t,
+    timeout_ms: u64,
+    sample: *mut vmmfd_sample_t,
+) -> *mut vmmfd_error_t {
+    use vmmfd_received_t::*;
+    run(|| {
+        let facts = Facts::of(sample, "sample")?;
+        let subscriber = handle::get(subscriber)?;
+        let received = match timeout_ms {
+            0 => subscriber.try_receive()?,
+            _ => match subscriber.receive(milliseconds(timeout_ms, Duration::ZERO)) {
+                Ok(received) => Some(received),
+                Err(Error::Peer(PeerError::Timeout { .. })) => None,
+                Err(error) => return Err(error.into()),
+            },
+        };
+        let result = match &received {
+            Some(Received::Sample(_)) => VMMFD_SAMPLE,
+            Some(Received::Ended) => VMMFD_ENDED,
+            Some(_) => VMMFD_CRASHED,
+            None => VMMFD_NOTHING,
+        };
+        let pid = subscriber.peer().pid;
+        // SAFETY: zeros are a valid value of a struct with a size.
+        let mut shown = vmmfd_sample_t { result, pid, ..unsafe { MaybeUninit::zeroed().assume_init() } };
+        if let Some(sample) = received.and_then(Received::sample) {
+            show(sample, &mut shown);
+        }
+        facts.write(&shown);
+        Ok(())
+    })
+}
+
+fn show(sample: Sample, shown: &mut vmmfd_sample_t) {
+    let sample = Arc::new(sample);
+    let mut kept = Kept::default();
+    (shown.address, shown.size) = (sample.address(), sample.size());
+    (shown.number, shown.skipped) = (sample.number(), sample.skipped_before());
+    shown.published_ns = u64::try_from(sample.published_at().as_nanos()).unwrap_or(u64::MAX);
+    (shown.user, shown.user_size) = (sample.user().as_ptr().cast(), sample.user().len());
+    shown.format = format::show(sample.format(), &mut kept);
+    shown.memory = handle::insert(Memory::received(&sample, kept));
+}
+
+/// Returns a descriptor that is readable, in poll(2) and epoll(7), when something has arrived or the publisher is gone. Then call
+/// `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable.
+///
+/// The subscriber and its samples own the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
+///
+/// Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_subscriber_descriptor(
+    subscriber: *const vmmfd_subscriber_t,
+    fd: Option<&mut MaybeUninit<c_int>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let fd = out(fd, "fd")?;
+        fd.write(-1);
+        fd.write(handle::get(subscriber)?.as_fd().as_raw_fd());
+        Ok(())
+    })
+}
+
+/// Frees a subscriber, which leaves the stream. Its samples remain valid, and are given back when they are freed. A call of another thread
+/// finishes first: `stop` of the options ends its wait. Does not block.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_subscriber_free(subscriber: *mut vmmfd_subscriber_t) {
+    run_logged(|| handle::remove(subscriber));
+}
