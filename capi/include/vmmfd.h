@@ -420,7 +420,7 @@ typedef struct vmmfd_memory_info_t {
      */
     uint64_t mapped_size;
     /*
-     The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created.
+     The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created, and for buffers of streams.
      */
     uint64_t segments;
     /*
@@ -499,7 +499,8 @@ struct vmmfd_error_t *vmmfd_memory_synchronize(const struct vmmfd_memory_t *memo
  The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
  keeps it allocated. Does not block.
 
- Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ Errors: `VMMFD_INVALID` for memory that another process created, a buffer of a stream, and a segment that does not exist;
+ `VMMFD_SYSTEM`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_memory_export(const struct vmmfd_memory_t *memory,
@@ -551,7 +552,8 @@ struct vmmfd_error_t *vmmfd_memory_import(const struct vmmfd_device_t *device,
 
 /*
  Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
- processes that have it open keep it. May block for the driver's calls. Finish your own work on the memory first.
+ processes that have it open keep it. A loan is free again, and a sample is given back once all work in the device's primary context has
+ finished. May block for the driver's calls. Finish your own work on the memory first.
  */
 void vmmfd_memory_free(struct vmmfd_memory_t *memory);
 

@@ -212,7 +212,7 @@ pub struct vmmfd_memory_info_t {
     pub size: u64,
     /// The size of the mapping in bytes: the size, rounded up.
     pub mapped_size: u64,
-    /// The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created.
+    /// The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created, and for buffers of streams.
     pub segments: u64,
     /// The UUID of the device that the memory is mapped for, with its prefix.
     pub device: *const c_char,
@@ -343,7 +343,8 @@ pub extern "C" fn vmmfd_memory_synchronize(memory: *const vmmfd_memory_t) -> *mu
 /// The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
 /// keeps it allocated. Does not block.
 ///
-/// Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+/// Errors: `VMMFD_INVALID` for memory that another process created, a buffer of a stream, and a segment that does not exist;
+/// `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_memory_export(
@@ -445,7 +446,8 @@ pub extern "C" fn vmmfd_memory_import(
 }
 
 /// Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
-/// processes that have it open keep it. May block for the driver's calls. Finish your own work on the memory first.
+/// processes that have it open keep it. A loan is free again, and a sample is given back once all work in the device's primary context has
+/// finished. May block for the driver's calls. Finish your own work on the memory first.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_memory_free(memory: *mut vmmfd_memory_t) {
     run_logged(|| handle::remove(memory));

@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "parts.h"
@@ -89,17 +90,25 @@ static vmmfd_subscriber_t *joined(const vmmfd_publisher_t *publisher, const vmmf
     return subscriber;
 }
 
+static uint64_t now(void) {
+    struct timespec time;
+    EXPECT(clock_gettime(CLOCK_MONOTONIC, &time) == 0);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
+
 static void test_latest(const vmmfd_device_t *device) {
     vmmfd_publisher_t *publisher = publisher_of(device, 3, (vmmfd_publisher_options_t){VMMFD_PUBLISHER_OPTIONS});
     vmmfd_subscriber_t *subscriber =
         joined(publisher, device, (vmmfd_subscriber_options_t){VMMFD_SUBSCRIBER_OPTIONS, .policy = VMMFD_LATEST});
     EXPECT(receive_none(subscriber, 0, getpid()) == VMMFD_NOTHING);
+    uint64_t before = now();
     publish(publisher, 1);
     vmmfd_sample_t sample = receive(subscriber, 1, 0);
+    EXPECT(sample.published_ns > before && sample.published_ns < now());
     vmmfd_memory_info_t info = {.struct_size = sizeof info};
     CHECK(vmmfd_memory_info(sample.memory, &info));
     EXPECT(info.address == sample.address && info.size == SIZE && sample.size == SIZE && !info.writable);
-    EXPECT(sample.published_ns > 0 && sample.format->array_count == 0 && sample.format->blob_size == 0);
+    EXPECT(sample.format->array_count == 0 && sample.format->blob_size == 0);
     FAILS(VMMFD_INVALID, vmmfd_memory_copy_in(sample.memory, 0, "x", 1));
     for (uint64_t number = 2; number <= 4; number++)
         publish(publisher, number);
@@ -320,7 +329,9 @@ static void test_loan(const vmmfd_device_t *device) {
     CHECK(vmmfd_array_from_dlpack(device, tensor, &(vmmfd_array_t *){NULL}));
     CHECK(vmmfd_loan_publish(loan, user, 4096, false, &number));
     EXPECT(number == 1);
-    FAILS(VMMFD_INVALID, vmmfd_loan_publish(loan, NULL, 0, false, NULL));
+    vmmfd_error_t *error = vmmfd_loan_publish(loan, NULL, 0, false, NULL);
+    EXPECT(error != NULL && error->code == VMMFD_INVALID && strstr(error->message, "is freed") != NULL);
+    vmmfd_error_free(error);
     FAILS(VMMFD_INVALID, vmmfd_array_to_dlpack(array, &tensor));
     vmmfd_array_free(array);
     CHECK(vmmfd_memory_create(device, 1, NULL, &other));
@@ -367,10 +378,16 @@ static void test_refusals(const vmmfd_device_t *device) {
     FAILS(VMMFD_INVALID, join(publisher, device, options, &subscriber));
     options = (vmmfd_subscriber_options_t){VMMFD_SUBSCRIBER_OPTIONS, .held = 65};
     FAILS(VMMFD_INVALID, join(publisher, device, options, &subscriber));
-    options.held = 0;
+    options = (vmmfd_subscriber_options_t){VMMFD_SUBSCRIBER_OPTIONS, .timeout_ms = 50};
     options.socket = STDERR_FILENO;
-    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, path, &options, &subscriber));
     FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, NULL, &options, &subscriber));
+    int pair[2];
+    EXPECT(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    options.socket = pair[0];
+    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, path, &options, &subscriber));
+    FAILS(VMMFD_DISCONNECTED, vmmfd_subscriber_connect(device, NULL, &options, &subscriber));
+    EXPECT(close(pair[0]) == 0 && close(pair[1]) == 0);
+    options = (vmmfd_subscriber_options_t){VMMFD_SUBSCRIBER_OPTIONS};
     /* The publisher refuses. */
     options.policy = VMMFD_EVERY;
     FAILS(VMMFD_DISCONNECTED, join(publisher, device, options, &subscriber));
