@@ -126,6 +126,7 @@ pub mod memory;
 pub mod session;
 #[cfg(target_os = "linux")]
 pub(crate) mod sys;
+pub mod topic;
 #[cfg(all(target_os = "linux", feature = "weights"))]
 pub mod weights;
 #[cfg(target_os = "linux")]

@@ -120,7 +120,8 @@ def fd_count(kind: str, body: Body) -> int:
     tables += [part.get("arrays") for part in body["parts"]] if kind in ("put", "lease") else []
     tables += [body] if kind == "format" else []
     sizes = body.get("sizes") if kind in ("segments", "put", "lease") else None
-    return (kind == "pool") + sum("length" in table for table in tables if table) + len(sizes or ())
+    peers = 1 + bool(body.get("process")) if kind == "meet" else int(kind == "pool")
+    return peers + sum("length" in table for table in tables if table) + len(sizes or ())
 
 
 def encode(kinds: dict[int, str], kind: str, body: Body) -> bytes:

@@ -61,6 +61,7 @@ pub use self::client::{
 };
 use crate::sys::table;
 
+pub(crate) use self::client::{Meeting, Meetings};
 pub use self::keeper::KeeperPath;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
@@ -68,7 +69,7 @@ pub use self::server::MIN_FILE_LIMIT;
 pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldClaim, HeldLease, KeeperInfo, Lifetime, Maker,
-    Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
-    UserTotal, VersionInfo,
+    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldClaim, HeldLease, HeldTopic, KeeperInfo,
+    Lifetime, Maker, Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom,
+    Summary, UserTotal, VersionInfo,
 };

@@ -117,6 +117,11 @@ impl RecordSocket {
         &self.cancel
     }
 
+    /// Replaces the request that cancels the socket's waits.
+    pub fn set_cancel(&mut self, cancel: &Cancel) {
+        self.cancel = cancel.clone();
+    }
+
     /// The socket, to shut it down from another thread. Not a duplicate: the process may have no descriptor left.
     pub fn shared(&self) -> Arc<UnixStream> {
         Arc::clone(&self.socket)

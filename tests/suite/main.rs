@@ -65,6 +65,7 @@ mod support;
 mod suspend;
 mod suspend_engines;
 mod terminal;
+mod topics;
 mod users;
 mod violations;
 mod weights;

@@ -8,7 +8,7 @@ use std::{
 
 /// Each folder or file of `src/`, with the folders and files whose paths it may name. `lib.rs` declares all of them, and `internals.rs`
 /// exports them to the project's own programs.
-const LAYERS: [(&str, &[&str]); 15] = [
+const LAYERS: [(&str, &[&str]); 16] = [
     ("error", &[]),
     ("base", &["error"]),
     ("array", &["base", "error"]),
@@ -21,6 +21,7 @@ const LAYERS: [(&str, &[&str]); 15] = [
     ("session", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
     ("weights", &["array", "driver", "error", "memory", "sys", "wire"]),
     ("broker", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
+    ("topic", &["broker", "channel", "driver", "error", "memory", "session", "sys"]),
     ("bindings", &["array", "driver", "error", "memory", "session", "sys"]),
     ("launch", &["driver", "error", "memory"]),
     ("must_not_compile", &[]),

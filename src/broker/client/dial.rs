@@ -42,6 +42,12 @@ impl Dialler {
         Self { path: path.to_owned(), timeout: config.timeout, trust: config.trust.clone(), cancel }
     }
 
+    /// The same settings with another request that cancels waits.
+    pub(super) fn with_cancel(&self, cancel: &Cancel) -> Self {
+        let (path, timeout, trust) = (self.path.clone(), self.timeout, self.trust.clone());
+        Self { path, timeout, trust, cancel: cancel.clone() }
+    }
+
     /// Connects and does the handshake. Waits until `deadline` for a listener, and up to the timeout for each of its answers.
     pub(super) fn dial(&self, deadline: Instant, incoming: &mut [u8]) -> Result<Dialled> {
         let left = deadline.saturating_duration_since(Instant::now());

@@ -8,6 +8,7 @@ mod get;
 mod hold;
 mod holdings;
 mod lease;
+mod meetings;
 mod object;
 mod put;
 mod ranges;
@@ -30,6 +31,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+pub(crate) use self::meetings::{Meeting, Meetings};
 pub use self::{
     claim::{Claim, ClaimOf, Found},
     get::Get,
@@ -54,8 +56,8 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Attached, Delete, HeldClaim, HeldLease, List, Measure, Measured, Message, Stat, Summary, Token, UserTotal,
-            VersionInfo, Who,
+            Attached, Delete, HeldClaim, HeldLease, HeldTopic, List, Measure, Measured, Message, Stat, Summary, Token,
+            UserTotal, VersionInfo, Who,
         },
     },
 };
@@ -102,6 +104,8 @@ pub struct Client(Arc<Connection>);
 pub struct Holders {
     /// The current leases.
     pub leases: Vec<HeldLease>,
+    /// The topics that have a publisher: as many as fit into a message.
+    pub topics: Vec<HeldTopic>,
     /// The memory and objects held for each user.
     pub totals: Vec<UserTotal>,
     /// The oldest claims on the names. Of other users only those that a [`Client::get`] of this user would meet: on names that it may
@@ -247,8 +251,8 @@ impl Client {
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
                 (Message::Leases(page), _) => {
                     if is_last_page(&mut leases, page.leases, page.more)? {
-                        let (claims, resuming) = (page.claims.unwrap_or_default(), page.resuming);
-                        return Ok(Holders { leases, totals: page.totals, claims, resuming });
+                        let (claims, topics) = (page.claims.unwrap_or_default(), page.topics.unwrap_or_default());
+                        return Ok(Holders { leases, topics, totals: page.totals, claims, resuming: page.resuming });
                     }
                 }
                 (other, _) => return Err(unexpected(&other, "leases")),

@@ -80,7 +80,7 @@ impl World {
                         continue;
                     };
                     for record in records {
-                        let fds = record.fds.len() + usize::from(record.own.is_some());
+                        let fds = record.fds.len() + record.own.len();
                         let message = Message::decode(&record.bytes, fds).unwrap();
                         if !pipe.closed_by_client {
                             self.oracle.answered(&server.state, &self.clients[pipe.client], &message, self.now.at);
@@ -89,6 +89,7 @@ impl World {
                     }
                     self.flush(client);
                 }
+                Effect::Meet(_) => self.oracle.fail("clients without topics were introduced"),
                 Effect::SendNext { .. } => self.oracle.fail("a short answer was continued"),
                 Effect::End { client, message, .. } => {
                     self.oracle.ended(&message);

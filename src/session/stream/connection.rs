@@ -19,6 +19,8 @@ pub(crate) struct Identity {
     pub(crate) peer: Peer,
     /// Readable when the process has exited. `None` if the kernel can't provide it: then the close of the connection counts.
     pub(crate) process: Option<OwnedFd>,
+    /// Whether another process vouches for it, instead of the socket.
+    pub(crate) is_introduced: bool,
 }
 
 impl Identity {
@@ -45,10 +47,15 @@ impl Identity {
         Self::with(peer, pidfd_of(peer.pid))
     }
 
+    /// A process for which another process vouches.
+    pub(crate) fn introduced(peer: Peer, process: Option<OwnedFd>) -> Self {
+        Self { peer, process, is_introduced: true }
+    }
+
     fn with(peer: Peer, process: io::Result<OwnedFd>) -> Result<Self> {
         match process {
             Err(error) if is_short(&error) => Err(Error::system("open a peer's pidfd", error)),
-            process => Ok(Self { peer, process: process.ok() }),
+            process => Ok(Self { peer, process: process.ok(), is_introduced: false }),
         }
     }
 }

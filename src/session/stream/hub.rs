@@ -1,6 +1,7 @@
 //! The state of a publisher, shared by its threads, its loans and the library's thread.
 
 use std::{
+    any::Any,
     collections::{BTreeMap, VecDeque},
     os::fd::AsFd,
     process,
@@ -82,6 +83,8 @@ pub(super) struct State {
     /// With its token; none while it is paused.
     pub(super) listener: Option<(Listener, Option<Token>)>,
     paused_until: Option<Instant>,
+    /// What brings further subscribers, until the publisher finishes.
+    pub(super) doors: Vec<Box<dyn Any + Send>>,
     pub(super) desk: Desk,
     /// Whether a thread waits at the inbox.
     is_awaited: bool,
@@ -164,7 +167,9 @@ impl Hub {
             has_gone: false,
         };
         let (members, listener, paused_until) = (BTreeMap::new(), None, None);
-        let state = State { members, next_id: 1, listener, paused_until, desk, is_awaited: false, is_short: false };
+        let doors = Vec::new();
+        let state =
+            State { members, next_id: 1, listener, paused_until, doors, desk, is_awaited: false, is_short: false };
         let core = Core::get()?;
         let cancel = config.cancellation()?;
         let hub = Arc::new_cyclic(|me| Self {
@@ -276,6 +281,12 @@ impl Hub {
             self.core.remove(token, listener.as_fd());
         }
         Some(listener)
+    }
+
+    /// Accepts no further subscriber. Drop the result without the state's lock, which the doors' threads may want.
+    #[must_use = "its drop may wait"]
+    pub(super) fn close_doors(&self, state: &mut State) -> (Option<Listener>, Vec<Box<dyn Any + Send>>) {
+        (self.stop_listening(state), std::mem::take(&mut state.doors))
     }
 
     /// Accepts no connection for a moment: the process has no descriptor left, and the thread would not sleep.
@@ -403,12 +414,12 @@ impl Hub {
     /// Closes all connections. Loans may still refer to the pool.
     pub(super) fn close(&self) {
         let mut state = self.lock();
-        let listener = self.stop_listening(&mut state);
+        let closed = self.close_doors(&mut state);
         let members = std::mem::take(&mut state.members);
         members.into_values().for_each(|mut member| member.close(self));
         state.desk.is_finished = true;
         drop(state);
-        drop(listener);
+        drop(closed);
         self.core.detach(&self.source());
     }
 }

@@ -94,7 +94,8 @@ impl Member {
         let refuses_descriptors = pass_descriptors(socket.as_fd(), false).is_ok();
         // A socket pair, whose other end may be in another process.
         let is_own = identity.peer.pid == nix::unistd::getpid().as_raw();
-        let shows_sender = is_own && rustix::net::sockopt::set_socket_passcred(&socket, true).is_ok();
+        let shows_sender =
+            is_own && !identity.is_introduced && rustix::net::sockopt::set_socket_passcred(&socket, true).is_ok();
         let mut member = Self {
             id,
             socket: Some(socket),

@@ -56,6 +56,7 @@ mod sample;
 mod space;
 mod subscriber;
 
+pub(crate) use self::connection::Identity;
 pub use self::{
     event::{Event, SubscriberInfo, Usage},
     format::Format,

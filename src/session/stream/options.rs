@@ -133,6 +133,12 @@ impl SubscribeOptions {
         Self { history, ..self }
     }
 
+    /// # Errors
+    /// [`Error::Misuse`](crate::Error::Misuse) for values outside their limits.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.to_wire().map(drop)
+    }
+
     pub(super) fn to_wire(&self) -> Result<wire::Subscribe> {
         let Self { policy, held, history } = *self;
         if !(1..=MAX_HELD).contains(&held.into()) {

@@ -1,9 +1,10 @@
 //! The publisher of a stream.
 
 use std::{
+    any::Any,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -18,7 +19,7 @@ use super::{
     options::PublishOptions,
 };
 use crate::{
-    channel::Listener,
+    channel::{Listener, record::check_type},
     error::{Error, ErrorCode, Holder, PeerError, Result},
     memory::{Device, Shared},
     session::{Config, link::mismatch},
@@ -84,16 +85,22 @@ impl Publisher {
     /// [`Error::Socket`] for any other descriptor; [`Error::System`].
     pub fn admit(&self, socket: OwnedFd) -> Result<()> {
         let identity = Identity::of(&socket)?;
-        self.admit_as(socket, identity)
-    }
-
-    /// Like [`Publisher::admit`], for a peer that another process has introduced: the socket does not show its identity.
-    ///
-    /// # Errors
-    /// The errors of [`Publisher::admit`].
-    pub(crate) fn admit_as(&self, socket: OwnedFd, identity: Identity) -> Result<()> {
         self.hub.creator.check()?;
         self.hub.admit(&mut self.hub.lock(), socket, identity)
+    }
+
+    /// Admits subscribers for which another process vouches.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] in a fork.
+    pub(crate) fn door(&self) -> Result<Door> {
+        self.hub.creator.check()?;
+        Ok(Door(Arc::downgrade(&self.hub)))
+    }
+
+    /// Keeps a value until the publisher finishes or is dropped.
+    pub(crate) fn keep(&self, door: Box<dyn Any + Send>) {
+        self.hub.lock().doors.push(door);
     }
 
     /// Describes the buffers that are published from now on.
@@ -261,10 +268,10 @@ impl Publisher {
         let hub = &self.hub;
         hub.creator.check()?;
         let mut state = hub.lock();
-        let listener = hub.stop_listening(&mut state);
+        let closed = hub.close_doors(&mut state);
         state.desk.is_finished = true;
         drop(state);
-        drop(listener);
+        drop(closed);
         hub.wait(limit, |state| {
             hub.drain(state);
             let desk = &state.desk;
@@ -281,6 +288,24 @@ impl Publisher {
             member.complete(&mut state.desk);
         }
         Ok(Self::stats_of(state))
+    }
+}
+
+/// Admits subscribers while the publisher exists.
+#[derive(Debug)]
+pub(crate) struct Door(Weak<Hub>);
+
+impl Door {
+    /// Like [`Publisher::admit`], for a peer that another process has introduced: the socket does not show its identity.
+    ///
+    /// # Errors
+    /// The errors of [`Publisher::admit`].
+    pub(crate) fn admit(&self, socket: OwnedFd, identity: Identity) -> Result<()> {
+        check_type(&socket)?;
+        match self.0.upgrade() {
+            Some(hub) => hub.admit(&mut hub.lock(), socket, identity),
+            None => Ok(()),
+        }
     }
 }
 

@@ -216,7 +216,7 @@ impl Subscriber {
         let creator = ProcessIdentity::current();
         let connection = Arc::new(Connection { memory, socket: link.channel.socket(), held, creator });
         let (mut channel, format) = (link.channel, Arc::new(Format::default()));
-        let Identity { peer: publisher, process } = identity;
+        let Identity { peer: publisher, process, .. } = identity;
         let watch = watch(&connection.socket, process.as_ref());
         let watch = watch.map_err(|error| Error::system("watch a publisher", error))?;
         channel.watch_process(process);

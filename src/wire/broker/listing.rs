@@ -1,6 +1,9 @@
 //! The bodies of the listing messages: objects, versions and leases.
 
-use super::messages::{Lifetime, Maker, Owner, Table};
+use super::{
+    messages::{Lifetime, Maker, Owner, Table},
+    topics::HeldTopic,
+};
 use crate::{
     base::strict::objects,
     wire::{DeviceIdentity, Memory, strict::or_default},
@@ -132,6 +135,8 @@ objects! {
         /// The oldest claims on the names, with the last answer: as many as fit. Other users' claims only on names that the client may
         /// read or waits for, or whose whole name is the prefix.
         pub claims: Option<Vec<HeldClaim>>,
+        /// The topics that the client may read, with the last answer: as many as fit.
+        pub topics: Option<Vec<HeldTopic>>,
         /// Whether clients of the previous server may still resume leases: more leases may appear, at most 10 s after the server's start.
         #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]

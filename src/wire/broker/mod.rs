@@ -6,6 +6,7 @@ mod monitoring;
 mod table;
 #[cfg(test)]
 mod tests;
+mod topics;
 
 use std::collections::BTreeMap;
 
@@ -24,6 +25,7 @@ pub use self::{
         WatchHeader,
     },
     table::Attached,
+    topics::{Follow, HeldTopic, Meet, Met, OpenTopic, Opened},
 };
 use super::{
     Busy, ByteRange, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded,
@@ -116,6 +118,11 @@ messages! {
     54 "measure" Measure(Measure),
     55 "measured" Measured(Box<Measured>),
     56 "recall" Recall(Recall),
+    57 "topic" OpenTopic(OpenTopic),
+    58 "follow" Follow(Follow),
+    59 "opened" Opened(Opened),
+    60 "meet" Meet(Meet),
+    61 "met" Met(Met),
 }
 
 no_texts!(Attached, EventKind, Lifetime, RefusalCode, Table, Token, BTreeMap<String, Vec<ByteRange>>);
@@ -135,6 +142,7 @@ impl Message {
                 attached(&lease.metadata) + tables + lease.sizes.len()
             }
             Self::Version(version) => attached(&version.metadata),
+            Self::Meet(meet) => 1 + usize::from(meet.process),
             _ => 0,
         }
     }
@@ -178,7 +186,14 @@ impl Message {
         // The server checks the names in requests itself, and prints none that it does not know.
         if !matches!(
             message,
-            Self::Get(_) | Self::List(_) | Self::Stat(_) | Self::Who(_) | Self::Delete(_) | Self::Watch(_)
+            Self::Get(_)
+                | Self::List(_)
+                | Self::Stat(_)
+                | Self::Who(_)
+                | Self::Delete(_)
+                | Self::Watch(_)
+                | Self::OpenTopic(_)
+                | Self::Follow(_)
         ) {
             message.clean();
         }
@@ -233,7 +248,11 @@ impl Message {
             Self::List(List { prefix, .. })
             | Self::Who(Who { prefix, .. })
             | Self::Watch(WatchHeader { prefix, .. }) => bounded(prefix),
-            Self::Stat(Stat { name, .. }) | Self::Delete(Delete { name, .. }) => bounded(name),
+            Self::Stat(Stat { name, .. })
+            | Self::Delete(Delete { name, .. })
+            | Self::OpenTopic(OpenTopic { name, .. })
+            | Self::Follow(Follow { name, .. })
+            | Self::Meet(Meet { name, .. }) => bounded(name),
             _ => Ok(()),
         }
     }

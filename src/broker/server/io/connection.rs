@@ -146,7 +146,7 @@ impl ClientConnection {
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
             let held = next.fds.iter().map(|id| objects.descriptor(*id));
-            let fds: Vec<BorrowedFd<'_>> = held.chain(next.own.as_ref().map(AsFd::as_fd)).collect();
+            let fds: Vec<BorrowedFd<'_>> = held.chain(next.own.iter().map(AsFd::as_fd)).collect();
             match send_raw(&self.socket, &next.bytes, &fds) {
                 Ok(()) => {
                     if !fds.is_empty() {

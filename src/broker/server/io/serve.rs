@@ -24,6 +24,7 @@ use crate::{
             inspect::{Kind, kind},
             root::State,
             time::Time,
+            topics::Meeting,
         },
         verbs::{
             connection,
@@ -31,10 +32,17 @@ use crate::{
             effects::{Effect, Effects, Outgoing},
         },
     },
-    channel::record::{Raw, has_descriptors, is_drained, is_gone, receive_raw},
+    channel::{
+        Channel,
+        record::{Raw, has_descriptors, is_drained, is_gone, receive_raw},
+    },
     error::{BrokerError, Error, ErrorCode, ProtocolError, RefusalCode, Result},
     sys,
-    wire::{Failure, broker::Message, is_error},
+    wire::{
+        Failure,
+        broker::{Meet, Message},
+        is_error,
+    },
 };
 
 /// Connections accepted per turn.
@@ -271,6 +279,30 @@ impl Reactor {
                 Effect::CloseFds { of, fds } => self.close_fds(of.unwrap_or(NOBODY), fds),
                 Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, outcome, since.elapsed()),
                 Effect::Store => self.sync_store(),
+                Effect::Meet(meeting) => self.introduce(&meeting),
+            }
+        }
+    }
+
+    /// Sends two clients the ends of a socket pair, each with the other's identity as the kernel recorded it.
+    fn introduce(&mut self, meeting: &Meeting) {
+        let Meeting { topic, epoch, publisher, follower } = meeting;
+        let pair = match Channel::socket_pair() {
+            Ok(pair) => pair,
+            // The follower may try again.
+            Err(error) => return self.end_connection(*follower, ErrorCode::Full, &error.in_full(), "no descriptor"),
+        };
+        for (to, of, socket) in [(*publisher, *follower, pair.0), (*follower, *publisher, pair.1)] {
+            let (Some(connection), Some(caller)) = (self.connections.get(of), self.state.caller(of)) else { continue };
+            let &Caller { pid, uid, gid, .. } = caller;
+            let process = sys::peer_pidfd(connection.as_fd()).or_else(|_| sys::pidfd_of(pid)).ok();
+            let (name, process_sent) = (topic.to_string(), process.is_some());
+            let meet = Message::Meet(Meet { name, epoch: *epoch, pid, uid, gid, process: process_sent });
+            let Ok(record) = Outgoing::of(&meet, Vec::new()) else { continue };
+            let record = Outgoing { own: [Some(socket), process].into_iter().flatten().collect(), ..record };
+            if let Some(connection) = self.connections.get_mut(to) {
+                connection.answer(vec![record]);
+                self.flush_queue(to);
             }
         }
     }

@@ -46,6 +46,8 @@ pub(crate) enum PendingRequest {
     Confirmation,
     /// Waits for events.
     Watch(Box<WatchState>),
+    /// Waits for introductions.
+    Topic,
     /// Waits for the next slice of a lease listing.
     Leases(Who),
 }

@@ -28,6 +28,7 @@ pub(super) mod random;
 pub(super) mod repeats;
 pub(super) mod root;
 pub(super) mod time;
+pub(super) mod topics;
 pub(super) mod waits;
 pub(super) mod watchers;
 

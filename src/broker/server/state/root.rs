@@ -12,6 +12,7 @@ use super::{
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
+    topics::Topics,
     waits::Waits,
     watchers::Watchers,
 };
@@ -28,6 +29,7 @@ pub(crate) struct State {
     pub(crate) waits: Waits,
     pub(crate) claims: Claims,
     pub(crate) watchers: Watchers,
+    pub(crate) topics: Topics,
     /// Clients whose listing continues in the next turn of the event loop.
     pub(crate) listings: VecDeque<ConnectionId>,
     pub(crate) metrics: Metrics,
@@ -100,6 +102,7 @@ impl State {
             waits: Waits::default(),
             claims: Claims::default(),
             watchers,
+            topics: Topics::default(),
             listings: VecDeque::new(),
             metrics,
             repeats: RepeatLimiter::default(),

@@ -57,6 +57,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     let Some(client) = state.clients.remove(&id) else { return };
     let uid = client.caller.uid;
     state.watchers.remove(id);
+    state.topics.remove(id);
     if let Some(request_info) = &client.request_info {
         state.objects.users().sub(uid, Resource::Requests, request_info.bytes);
     }

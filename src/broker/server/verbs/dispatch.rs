@@ -12,6 +12,7 @@ use super::{
     publish::delete,
     put::{put, segments},
     reply::refuse,
+    topic::{follow, met, open},
     watch::watch,
 };
 use crate::{
@@ -44,6 +45,7 @@ pub(crate) fn handle(state: &mut State, effects: &mut Effects, id: ConnectionId,
         Message::Release(message) => release(state, effects, id, message.token),
         Message::Report(message) => report(state, id, message),
         Message::Received(received) => effects.push(Effect::SendNext { client: id, received: received.segments }),
+        Message::Met(_) => met(state, effects, id),
         Message::Segments(message) => segments(state, effects, id, message, fds),
         other if busy => {
             effects.close_fds(of, fds);
@@ -72,6 +74,8 @@ fn request(state: &mut State, effects: &mut Effects, id: ConnectionId, message: 
         Message::Resume(message) => resume(state, effects, id, message),
         Message::Watch(message) => watch(state, id, message),
         Message::Measure(_) => measure(state, effects, id),
+        Message::OpenTopic(message) => open(state, effects, id, &message),
+        Message::Follow(message) => follow(state, effects, id, message),
         other => {
             effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
             effects.protocol_error(id, format!("{} arrived, which only a broker sends", other.name()));
@@ -98,7 +102,7 @@ fn memory_of(request: &Message) -> u64 {
     // Per byte of the record. The maps of a get take the most: 750 bytes for an object with one part, in 28 bytes of JSON.
     let ratio = match request {
         Message::Get(_) => 32,
-        Message::Put(_) | Message::Watch(_) => 4,
+        Message::Put(_) | Message::Watch(_) | Message::OpenTopic(_) | Message::Follow(_) => 4,
         _ => return 0,
     };
     let mut record = Vec::new();

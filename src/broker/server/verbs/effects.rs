@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
 
 use crate::{
-    broker::server::state::{caller::ConnectionId, objects::VersionFd},
+    broker::server::state::{caller::ConnectionId, objects::VersionFd, topics::Meeting},
     error::{ErrorCode, Result},
     wire::broker::Message,
 };
@@ -50,6 +50,8 @@ pub(crate) enum Effect {
         outcome: String,
         since: Instant,
     },
+    /// Connects two clients: sends each one end of a socket pair.
+    Meet(Meeting),
     /// Sends queued messages to the keeper, then calls [`super::publish::publish_confirmed`].
     Store,
 }
@@ -81,12 +83,12 @@ impl Effects {
     }
 }
 
-/// A record with its descriptors: `fds` belong to leased versions, `own` is closed after sending.
+/// A record with its descriptors: `fds` belong to leased versions, `own` are closed after sending.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) bytes: Vec<u8>,
     pub(crate) fds: Vec<VersionFd>,
-    pub(crate) own: Option<OwnedFd>,
+    pub(crate) own: Vec<OwnedFd>,
     /// For a lease: the number of its segments sent up to and including this record.
     pub(crate) segments: u64,
 }
@@ -104,10 +106,10 @@ impl Outgoing {
         };
         // The record may wait for a long time.
         bytes.shrink_to_fit();
-        Ok(Self { bytes, fds, own: None, segments })
+        Ok(Self { bytes, fds, own: Vec::new(), segments })
     }
 
     pub(crate) fn descriptors(&self) -> usize {
-        self.fds.len() + usize::from(self.own.is_some())
+        self.fds.len() + self.own.len()
     }
 }

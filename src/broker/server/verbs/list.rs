@@ -3,6 +3,7 @@
 use super::{
     effects::Effects,
     reply::{refuse, reply, reply_with},
+    topic,
 };
 use crate::{
     broker::{
@@ -47,6 +48,7 @@ pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, wh
     match state.objects.who(&client.caller, &who) {
         LeasePage::Leases(mut page) => {
             page.claims = (!page.more).then(|| claims(state, id, &who.prefix));
+            page.topics = (!page.more).then(|| topic::list(state, id, &who.prefix));
             reply(state, effects, id, &Message::Leases(page));
         }
         LeasePage::NoneUpTo(after) => {

@@ -6,7 +6,7 @@
 //! | `connection` | connects, hellos, disconnects, deadlines, completed sends |
 //! | `put`, `parts` | checks of puts, and drafts of several puts |
 //! | `publish` | published versions and deletions, once the keeper has them |
-//! | `get`, `lease`, `list`, `watch`, `metrics` | the other verbs |
+//! | `get`, `lease`, `list`, `topic`, `watch`, `metrics` | the other verbs |
 //! | `reply` | answers and refusals |
 //! | `effects` | instructions for the event loop |
 
@@ -23,5 +23,6 @@ mod put;
 mod reply;
 #[cfg(test)]
 mod tests;
+mod topic;
 
 pub(super) mod watch;

@@ -34,7 +34,8 @@ pub(crate) fn reply_with(
     }
     match Outgoing::of(message, Vec::new()) {
         Ok(record) => {
-            effects.push(Effect::Send { client: id, records: vec![Outgoing { own: fd, ..record }] });
+            effects
+                .push(Effect::Send { client: id, records: vec![Outgoing { own: fd.into_iter().collect(), ..record }] });
         }
         Err(error) => {
             tracing::error!(error = error.in_full(), kind = message.name(), "cannot encode a reply");

@@ -178,7 +178,7 @@ impl Seen {
             _ => None,
         });
         let decode = |record: &super::effects::Outgoing| {
-            Message::decode(&record.bytes, record.fds.len() + usize::from(record.own.is_some())).unwrap()
+            Message::decode(&record.bytes, record.fds.len() + record.own.len()).unwrap()
         };
         records.flatten().map(decode).collect()
     }

@@ -154,7 +154,14 @@ impl Objects {
         // The last page has totals.
         let page = |leases, totals: Option<Vec<UserTotal>>| {
             let (more, resuming) = (totals.is_none(), totals.is_some() && self.awaits_clients());
-            LeasePage::Leases(Leases { leases, more, totals: totals.unwrap_or_default(), claims: None, resuming })
+            LeasePage::Leases(Leases {
+                leases,
+                more,
+                totals: totals.unwrap_or_default(),
+                claims: None,
+                topics: None,
+                resuming,
+            })
         };
         let (mut leases, mut length) = (Vec::new(), 0);
         let from = who.after.map_or(0, |after| after.saturating_add(1));

@@ -91,7 +91,7 @@ fn late_stat_has_its_own_metadata() {
     test.ask(maker, Message::Delete(Delete { name: "a".to_owned(), request: None }));
     drop(test.state.objects.take_garbage());
     let Some(Effect::Send { records, .. }) = seen.0.pop() else { panic!("no answer") };
-    let own = records[0].own.as_ref().unwrap();
+    let own = records[0].own.first().unwrap();
     assert_eq!(table::read(own.try_clone().unwrap(), text.len() as u64, 1 << 20).unwrap(), text.as_bytes());
 }
 
