@@ -33,7 +33,7 @@ HEADER = struct.Struct("<4sHHII")
 HANDOFF = dict(enumerate("hello request offer segments received result busy error pool subscribe stream format ready done end leave".split(), 1))
 BROKER = {number: HANDOFF[number] for number in (1, 4, 5, 7, 8)}
 BROKER.update(enumerate("put send published get lease claimed list objects stat version who leases delete done refused".split(), 32))
-BROKER.update(enumerate("release report stop resume resumed watch events measure measured recall".split(), 47))
+BROKER.update(enumerate("release report stop resume resumed watch events measure measured recall topic follow opened meet met".split(), 47))
 # V2 and B6.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 TABLE_SEALS = SEALS | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

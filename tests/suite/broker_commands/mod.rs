@@ -13,11 +13,15 @@ use vmmfd::{
     broker::{ArrayEntry, ClaimOf, Client, Found, Get, Lease, Put, PutPart},
     driver::{Backend, Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
-    session::Config,
+    session::{
+        Config,
+        stream::{PublishOptions, Publisher},
+    },
 };
 
 use crate::{
     running::{Ended, Meeting, Run, Running, wait_for},
+    support::Subject,
     terminal::on_terminal,
     weights::{self, tensor},
 };

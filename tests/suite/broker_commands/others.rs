@@ -6,6 +6,7 @@ cases! {
     on crate::broker_commands::Broker; host and cuda: [
     who_shows_holders_and_unnamed_versions,
     claims_are_shown_with_their_holder,
+    topics_are_shown_with_their_publisher,
     names_are_deleted_one_by_one,
     prefix_is_deleted_only_as_listed,
     only_verbose_output_is_long,
@@ -72,6 +73,23 @@ fn claims_are_shown_with_their_holder(broker: Broker) {
     assert!(lines(&broker.end(&["status"])).iter().any(|line| line.starts_with(&begins)));
     drop(claims);
     wait_for("the end of the claims", || broker.json(&["who"])["claims"] == json!([]));
+}
+
+fn topics_are_shown_with_their_publisher(broker: Broker) {
+    let (subject, client) = (Subject::host(), broker.client());
+    let options = PublishOptions::fixed(16, 4);
+    let publisher = Publisher::create(&subject.device(), &options, &Config::default()).unwrap();
+    vmmfd::topic::open(&client, "camera/left", &publisher, None).unwrap();
+    let pid = std::process::id();
+    let topics = &broker.json(&["who", "camera"])["topics"];
+    let shown = topics.as_array().unwrap().iter().map(|topic| (&topic["name"], &topic["pid"], &topic["followers"]));
+    assert_eq!(shown.collect::<Vec<_>>(), [(&json!("camera/left"), &json!(pid), &json!(0))]);
+    let table = lines(&broker.end(&["who", "camera"]));
+    assert_eq!(&table[..2], ["Topics:", "PID USER COMMAND FOLLOWERS NAME"]);
+    assert!(table[2].starts_with(&pid.to_string()) && table[2].ends_with(" 0 camera/left"), "{table:?}");
+    assert_eq!(broker.json(&["who", "other"])["topics"], json!([]));
+    drop(publisher);
+    wait_for("the end of the topic", || broker.json(&["who"])["topics"] == json!([]));
 }
 
 fn names_are_deleted_one_by_one(broker: Broker) {

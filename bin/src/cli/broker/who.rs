@@ -10,7 +10,7 @@ use nix::unistd::{Uid, User};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Client, DeviceBytes, HeldClaim, HeldLease, Holders, UserTotal},
+    broker::{Client, DeviceBytes, HeldClaim, HeldLease, HeldTopic, Holders, UserTotal},
     error::{Error, Result},
     internals::clean,
 };
@@ -22,7 +22,7 @@ use crate::{
     units::about,
 };
 
-/// Shows which processes hold which objects of a broker
+/// Shows which processes hold which objects of a broker, and which publish and follow topics
 ///
 /// A claim is the right of a process to create an object for which others wait: it delays them until it ends. Other users' claims are shown on
 /// names that this user may read or waits for, or if PREFIX is the whole name.
@@ -49,6 +49,8 @@ struct WhoReport {
     leases: Vec<HeldLease>,
     /// The oldest claims.
     claims: Vec<HeldClaim>,
+    /// The topics with their publishers: as many as fit.
+    topics: Vec<HeldTopic>,
     unnamed: Vec<Unnamed>,
     users: Vec<UserTotal>,
     /// The memory of all users on each device.
@@ -89,10 +91,10 @@ pub(super) fn held(lease: &HeldLease) -> String {
 }
 
 impl WhoReport {
-    fn of(Holders { leases, totals, claims, .. }: Holders) -> Self {
+    fn of(Holders { leases, topics, totals, claims, .. }: Holders) -> Self {
         let unnamed = unnamed(leases.iter().filter(|lease| !lease.named));
         let devices = by_device(totals.iter().flat_map(|user| &user.devices));
-        Self { leases, claims, unnamed, users: totals, devices }
+        Self { leases, claims, topics, unnamed, users: totals, devices }
     }
 
     /// The leases of versions that no name keeps.
@@ -112,7 +114,8 @@ impl WhoReport {
         unnamed.sort_by_key(|version| Reverse(version.size));
         let place = |lease: &HeldLease| unnamed.iter().position(|version| version.id == lease.id);
         leases.sort_by_key(|lease| (place(lease), Reverse(lease.size)));
-        Ok(Self { leases, unnamed, claims: Vec::new(), users: Vec::new(), devices: Vec::new() })
+        let (claims, topics, users, devices) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { leases, claims, topics, unnamed, users, devices })
     }
 }
 
@@ -152,7 +155,8 @@ impl Tool for WhoOptions {
         let client = self.meet.connect(cancel)?;
         let holders = client.who(&self.prefix)?;
         let report = if self.pinned { WhoReport::pinned(&client, holders.leases)? } else { WhoReport::of(holders) };
-        if report.leases.is_empty() && report.claims.is_empty() && !output.json {
+        let is_empty = report.leases.is_empty() && report.claims.is_empty() && report.topics.is_empty();
+        if is_empty && !output.json {
             let notice = match self.prefix.as_str() {
                 _ if self.pinned => "readers alone keep no version".to_owned(),
                 "" => "no object has a lease".to_owned(),
@@ -196,6 +200,9 @@ fn render(report: &WhoReport, options: &WhoOptions, verbose: bool, width: Option
     }
     if !report.claims.is_empty() {
         tables.push(format!("Claims:\n{}", claims(&report.claims, &mut users, width)));
+    }
+    if !report.topics.is_empty() {
+        tables.push(format!("Topics:\n{}", topics(&report.topics, &mut users, width)));
     }
     if !report.unnamed.is_empty() {
         let mut table = Table::new([
@@ -250,6 +257,22 @@ fn claims(claims: &[HeldClaim], users: &mut UserNames, width: Option<usize>) -> 
     for HeldClaim { name, part, pid, uid, command, since_ms } in claims {
         let (command, part) = (or_dash(command), or_dash(part));
         table.row([pid.to_string(), users.of(*uid), command, age(*since_ms), part, name.clone()]);
+    }
+    table.render(width)
+}
+
+/// The table of topics.
+fn topics(topics: &[HeldTopic], users: &mut UserNames, width: Option<usize>) -> String {
+    let mut table = Table::new([
+        Column::right("PID"),
+        Column::left("USER").optional(),
+        Column::left("COMMAND").optional(),
+        Column::right("FOLLOWERS"),
+        Column::left("NAME"),
+    ]);
+    for HeldTopic { name, pid, uid, command, followers, .. } in topics {
+        let command = command.clone().unwrap_or_else(|| "-".to_owned());
+        table.row([pid.to_string(), users.of(*uid), command, followers.to_string(), name.clone()]);
     }
     table.render(width)
 }
