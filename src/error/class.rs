@@ -39,7 +39,7 @@ pub enum ErrorClass {
     Forked,
     /// Another driver call failed.
     Driver,
-    /// A system call failed, or the broker has reached a limit.
+    /// A system call failed, or the broker or a publisher has reached a limit.
     System,
 }
 
@@ -70,7 +70,10 @@ impl Error {
             Self::Device(DeviceError::NotFound { .. })
             | Self::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => ErrorClass::NotFound,
             Self::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. })
-            | Self::Peer(PeerError::NotAllowed { .. }) => ErrorClass::Denied,
+            | Self::Peer(PeerError::NotAllowed { .. } | PeerError::Reported { code: ErrorCode::Access, .. }) => {
+                ErrorClass::Denied
+            }
+            Self::Peer(PeerError::Reported { code: ErrorCode::Full, .. }) => ErrorClass::System,
             Self::Peer(PeerError::NoConsumer { .. } | PeerError::Starved { .. }) => ErrorClass::Timeout,
             Self::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => {
                 ErrorClass::Unsupported

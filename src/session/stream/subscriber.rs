@@ -29,7 +29,7 @@ use crate::{
     channel::{Cancel, Channel, Peer, connect, deadline_after},
     driver::{Access, Driver},
     error::{Error, ErrorCode, PeerError, Result},
-    memory::{Imported, Mechanism, Region, Selector},
+    memory::{Device, Imported, Mechanism, Region, Selector},
     session::{
         Config,
         link::{Link, check_backend, code_for, mismatch, unexpected, violation},
@@ -382,6 +382,11 @@ impl Subscriber {
     /// The publisher's process.
     pub fn peer(&self) -> Peer {
         self.publisher
+    }
+
+    /// The device on which this process uses the pool.
+    pub fn device(&self) -> &Device {
+        self.connection.memory.device()
     }
 
     /// Identifies the publisher's run.
