@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::UNIX_EPOCH,
 };
 
@@ -20,6 +20,7 @@ use crate::{
     array::Array,
     buffer::contiguous,
     client_put::Entry,
+    closing::UntilClosed,
     connections::Checkout,
     error::{Failure, Outcome},
     json,
@@ -29,30 +30,6 @@ use crate::{
     signals,
     text::Text,
 };
-
-/// The value of a Python object until it is closed, and the process that created it.
-struct UntilClosed<T> {
-    value: Mutex<Option<T>>,
-    made_by: ProcessIdentity,
-}
-
-impl<T: Send> UntilClosed<T> {
-    fn new(value: T, made_by: ProcessIdentity) -> Self {
-        Self { value: Mutex::new(Some(value)), made_by }
-    }
-
-    fn is_closed(&self) -> bool {
-        lock(&self.value).is_none()
-    }
-
-    /// Drops the value with the GIL released. Does nothing in a fork.
-    fn close(&self, py: Python<'_>) {
-        if self.made_by.is_current() {
-            let value = lock(&self.value).take();
-            py.detach(|| drop(value));
-        }
-    }
-}
 
 /// A leased and mapped object.
 #[pyclass(name = "Lease", module = "vmmfd._native", frozen, weakref)]
@@ -68,8 +45,7 @@ impl Lease {
     /// # Errors
     /// `ValueError` if it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
-        self.0.made_by.check()?;
-        lock(&self.0.value).clone().ok_or_else(|| Failure::unusable("the lease is closed: get the object again"))
+        self.0.get("the lease is closed: get the object again")
     }
 
     fn with<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> Outcome<T> {

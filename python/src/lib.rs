@@ -10,6 +10,7 @@ mod array_new;
 mod buffer;
 mod client;
 mod client_put;
+mod closing;
 mod connections;
 mod copy;
 mod device;
@@ -27,12 +28,15 @@ mod leased_memory;
 mod legacy;
 mod memory;
 mod pool;
+mod publisher;
 mod reaper;
 mod requests;
 mod share;
 mod shared;
 mod signals;
 mod source;
+mod streams;
+mod subscriber;
 mod suspend;
 mod text;
 mod time;
@@ -69,10 +73,13 @@ mod native {
         lease::{Claim, Lease, Prepared, origin},
         legacy::{OpenedHandle, legacy_empty, legacy_handle, legacy_open},
         pool::PyPool,
+        publisher::Publisher,
         settle,
         share::share,
         shared::{PyMemory, digest_of},
         signals::Stop,
+        streams::Buffer,
+        subscriber::Subscriber,
         torch_pool::{
             check_read_only, make_read_only, torch_pool_close, torch_pool_figures, torch_pool_find,
             torch_pool_last_error, torch_pool_open,

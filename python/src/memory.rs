@@ -153,19 +153,25 @@ pub(crate) enum Tie {
     Opened,
     Created,
     Lent,
+    Subscribed,
+    Published,
 }
 
-static TIES: LazyLock<[Arc<()>; 4]> = LazyLock::new(Default::default);
+static TIES: LazyLock<[Arc<()>; 6]> = LazyLock::new(Default::default);
 
 impl Tie {
     /// Memory of other processes, and its name for users.
-    pub(crate) const IMPORTED: [(Self, &str); 2] =
-        [(Self::Taken, "arrays of vmmfd.take"), (Self::Opened, "opened legacy handles")];
+    pub(crate) const IMPORTED: [(Self, &str); 3] = [
+        (Self::Taken, "arrays of vmmfd.take"),
+        (Self::Opened, "opened legacy handles"),
+        (Self::Subscribed, "subscribers and samples of vmmfd.subscribe"),
+    ];
 
     /// Memory of this process, and its name for users.
-    pub(crate) const OWN: [(Self, &str); 2] = [
+    pub(crate) const OWN: [(Self, &str); 3] = [
         (Self::Created, "allocations of vmmfd.empty, asarray, load_safetensors, legacy.empty or a pool"),
         (Self::Lent, "allocations of vmmfd.share"),
+        (Self::Published, "publishers and loans of vmmfd.publish"),
     ];
 
     /// Counts memory until the result is dropped. Host memory does not count.

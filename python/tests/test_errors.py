@@ -23,6 +23,8 @@ BUILT_IN = {
     vmmfd.PermissionDenied: PermissionError,
     vmmfd.Timeout: TimeoutError,
     vmmfd.Disconnected: ConnectionError,
+    vmmfd.Crashed: ConnectionError,
+    vmmfd.Ended: EOFError,
     vmmfd.OutOfMemory: MemoryError,
     vmmfd.Unsupported: NotImplementedError,
     vmmfd.ExportError: BufferError,
@@ -45,6 +47,7 @@ ERRNO = {
     vmmfd.PermissionDenied: errno.EACCES,
     vmmfd.Timeout: errno.ETIMEDOUT,
     vmmfd.Disconnected: errno.ECONNRESET,
+    vmmfd.Crashed: errno.ECONNRESET,
     vmmfd.Interrupted: errno.EINTR,
 }
 

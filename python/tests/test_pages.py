@@ -168,6 +168,11 @@ def test_python_handoff(server: Server, monkeypatch: pytest.MonkeyPatch) -> None
     assert run("docs/python.md", "test_python_handoff", server.path, monkeypatch) == 1
 
 
+def test_python_streams(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numpy")
+    assert run("docs/python.md", "test_python_streams", server.path, monkeypatch) == 1
+
+
 @pytest.mark.cuda
 @needs_torch
 def test_python_page_with_torch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

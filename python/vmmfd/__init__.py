@@ -12,7 +12,9 @@ from ._broker import Broker, connect
 from ._dtype import DType
 from ._errors import (
     AlreadyExists,
+    Crashed,
     Disconnected,
+    Ended,
     Error,
     ExportError,
     Interrupted,
@@ -30,6 +32,7 @@ from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share, zeros
 from ._reduce import register_reducer
+from ._streams import Loan, Publisher, Sample, Subscriber, publish, subscribe
 from ._watch import Watch
 
 # Weights
@@ -47,7 +50,9 @@ __all__ = [
     "register_reducer",
     # Errors
     "AlreadyExists",
+    "Crashed",
     "Disconnected",
+    "Ended",
     "Error",
     "ExportError",
     "Interrupted",
@@ -60,6 +65,13 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Streams
+    "Loan",
+    "Publisher",
+    "Sample",
+    "Subscriber",
+    "publish",
+    "subscribe",
     # Weights
     "Weights",
     "load_safetensors",

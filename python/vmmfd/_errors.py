@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from errno import EACCES, ECONNRESET, EEXIST, EINTR, ENOENT, ETIMEDOUT
 
+from . import records
+
 
 class Error(Exception):
     """The base of all exceptions that this package defines.
@@ -75,6 +77,22 @@ class Disconnected(Error, ConnectionError):
     """The process at the other end is gone, silent, or does not speak the protocol."""
 
     _errno = ECONNRESET
+
+
+class Crashed(Disconnected):
+    """The publisher of a stream died, or closed the stream without finishing it. `peer` is its process."""
+
+    peer: records.Peer | None
+
+    def __init__(
+        self, message: str = "", *, kind: str = "usage", hint: str | None = None, peer: records.Peer | None = None
+    ) -> None:
+        super().__init__(message, kind=kind, hint=hint)
+        self.peer = peer
+
+
+class Ended(Error, EOFError):
+    """The publisher has finished the stream, and this subscriber has received the last buffer that it gets."""
 
 
 class OutOfMemory(Error, MemoryError):

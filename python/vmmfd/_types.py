@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime as datetime
     from datetime import timedelta as timedelta
+    from socket import socket
     from types import TracebackType as TracebackType
     from typing import Any as Any
     from typing import ClassVar as ClassVar
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     Digest: TypeAlias = str | Mapping[str, str]
     Json: TypeAlias = Mapping[str, Any]
     Rdma: TypeAlias = bool | Literal["auto"]
+    Socket: TypeAlias = socket
 
     Result = TypeVar("Result")
 else:
@@ -56,6 +58,7 @@ else:
         import os
         from collections.abc import Mapping
         from datetime import timedelta
+        from socket import socket
         from typing import Any, Literal
 
         from ._native import Device
@@ -66,6 +69,7 @@ else:
             "Json": Mapping[str, Any],
             "Path": str | os.PathLike[str],
             "Rdma": bool | Literal["auto"],
+            "Socket": socket,
             "Time": float | timedelta,
         }
 

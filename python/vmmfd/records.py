@@ -17,14 +17,19 @@ __all__ = [
     "Maker",
     "Owner",
     "PartInfo",
+    "Peer",
+    "Publication",
     "Published",
+    "PublisherStats",
     "Recall",
     "RecallHolder",
     "Report",
     "Restored",
     "Served",
     "Stat",
+    "StreamEvent",
     "Summary",
+    "Usage",
     "UserTotal",
 ]
 
@@ -341,6 +346,62 @@ class Restored(Record):
     version: int
     id: str
     rebuilt: bool
+
+
+class Peer(Record):
+    """The process at the other end of a stream: its `pid`, or 0 if it is not visible here, and its user id `uid`."""
+
+    pid: int
+    uid: int
+
+
+class Publication(Record):
+    """The result of `Loan.publish`: the `number` of the publication, counted from 1, and the number of subscribers to which it was
+    `delivered` at once. For the others it waits, depending on their policies."""
+
+    number: int
+    delivered: int
+
+
+class Usage(Record):
+    """A subscriber and its use of a stream's pool: its `id`, which the publisher uses once; its `pid` and `uid`; its `policy` (`latest`,
+    `queue` or `every`) and the length of its `queue`, else None; whether it `is_subscribed` still; the numbers of buffers that were
+    `delivered` to it and `skipped`; and the `buffers` that it has now, with their `bytes`."""
+
+    id: int
+    pid: int
+    uid: int
+    policy: str
+    queue: int | None
+    is_subscribed: bool
+    delivered: int
+    skipped: int
+    buffers: int
+    bytes: int
+
+
+class PublisherStats(Record):
+    """The state of a publisher: the number of publications (`published`); the `free` buffers, or the free bytes if sizes vary; and the
+    `subscribers`, with former ones that still have buffers."""
+
+    published: int
+    free: int
+    subscribers: tuple[Usage, ...]
+
+
+class StreamEvent(Record):
+    """A change among the subscribers of a publisher. Its `kind` is `joined`, `left`, `evicted`, or `starved` if a loan got no buffer in
+    time. The `id`, `pid`, `uid`, `policy` and `queue` are the subscriber's, as in `Usage`; for `starved` they are None, and `by` has the
+    subscribers with buffers. For `left`, `orderly` is False if the process exited or broke the protocol."""
+
+    kind: str
+    id: int | None
+    pid: int | None
+    uid: int | None
+    policy: str | None
+    queue: int | None
+    orderly: bool | None
+    by: tuple[Usage, ...]
 
 
 class Served(Record):

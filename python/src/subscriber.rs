@@ -1,0 +1,156 @@
+//! `_native.Subscriber`, which `vmmfd.Subscriber` wraps.
+//!
+//! A sample is handed over in two steps, so that an interrupted call never loses it: [`Subscriber::wait`] waits for a sample and keeps it,
+//! and reading the attribute `taken` takes it.
+
+use std::{
+    collections::VecDeque,
+    os::fd::{AsFd, AsRawFd, RawFd},
+    sync::{Mutex, OnceLock},
+};
+
+use pyo3::{IntoPyObjectExt, prelude::*, types::PyTuple};
+use vmmfd::{
+    Error,
+    bindings::lock,
+    channel::Peer,
+    error::PeerError,
+    session::stream::{self, Policy, SubscribeOptions},
+};
+
+use crate::{
+    closing::Side,
+    device::{self, PyDevice},
+    driver,
+    error::Outcome,
+    memory::Tie,
+    signals,
+    streams::{self, Buffer, Place},
+    text::Text,
+    time::required,
+};
+
+/// The options of a subscriber: a dict that `vmmfd._streams` has checked.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Request<'py> {
+    every: bool,
+    queue: Option<u16>,
+    held: u16,
+    history: u16,
+    trust: Vec<u32>,
+    // Converted later: the derived code would replace the error.
+    device: Option<Bound<'py, PyAny>>,
+    backend: Option<Bound<'py, PyAny>>,
+    wait: Bound<'py, PyAny>,
+}
+
+/// The subscriber of a stream.
+#[pyclass(name = "Subscriber", module = "vmmfd._native", frozen, weakref)]
+pub(crate) struct Subscriber {
+    side: Side<stream::Subscriber>,
+    /// The samples that calls have received and nobody has taken.
+    next: Mutex<VecDeque<Buffer>>,
+    /// The end of the stream, with the publisher if that crashed.
+    end: OnceLock<Option<Peer>>,
+    device: PyDevice,
+    peer: Peer,
+}
+
+#[pymethods]
+impl Subscriber {
+    /// Connects to a publisher, and maps its pool.
+    #[new]
+    fn new(py: Python<'_>, place: &Bound<'_, PyAny>, request: Request<'_>) -> Outcome<Self> {
+        let policy = match (request.every, request.queue) {
+            (true, _) => Policy::Every,
+            (false, Some(length)) => Policy::Queue(length),
+            (false, None) => Policy::Latest,
+        };
+        let options = SubscribeOptions::default().policy(policy).held(request.held).history(request.history);
+        let config = streams::config(&request.wait, "wait", request.trust)?;
+        let selector = request.device.as_ref().map(device::selector).transpose()?;
+        let backend: Option<Text> = request.backend.map(|backend| backend.extract()).transpose()?;
+        let place = Place::of(place)?;
+        let subscriber = signals::run(py, &[], || {
+            let driver = driver::driver(backend.as_deref())?;
+            Ok(match place {
+                Place::Path(path) => stream::Subscriber::connect(&driver, selector, &path, &options, &config)?,
+                Place::Socket(socket) => stream::Subscriber::over(socket, &driver, selector, &options, &config)?,
+            })
+        })?;
+        let (device, peer) = (subscriber.device().clone(), subscriber.peer());
+        let side = Side::new(subscriber, &device, "subscriber", Tie::Subscribed);
+        Ok(Self { side, next: Mutex::default(), end: OnceLock::new(), device: PyDevice(device), peer })
+    }
+
+    /// Waits until there is a sample or the end. Returns whether there is. Threads may call it at once.
+    fn wait(&self, py: Python<'_>, wait: &Bound<'_, PyAny>) -> Outcome<bool> {
+        let wait = required(wait, "wait")?;
+        self.side.run(py, |subscriber| {
+            if !lock(&self.next).is_empty() {
+                return Ok(true);
+            }
+            match subscriber.receive(wait) {
+                Ok(stream::Received::Sample(sample)) => lock(&self.next).push_back(Buffer::received(sample)),
+                Ok(stream::Received::Crashed(peer)) => drop(self.end.set(Some(peer))),
+                Ok(_) => drop(self.end.set(None)),
+                Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+            Ok(true)
+        })
+    }
+
+    /// The sample that a `wait` found. Reading it takes it; `None` at the end, and if another thread took it. It is not a method: Python runs
+    /// signal handlers after a call, and their exceptions would lose its result.
+    #[getter]
+    fn taken(&self) -> Outcome<Option<Buffer>> {
+        self.side.check()?;
+        Ok(lock(&self.next).pop_front())
+    }
+
+    /// The end of the stream: `()`, or the pid and uid of a publisher that crashed; `None` before the end.
+    #[getter]
+    fn end<'py>(&self, py: Python<'py>) -> Outcome<Option<Bound<'py, PyAny>>> {
+        Ok(match self.end.get() {
+            Some(Some(peer)) => Some((peer.pid, peer.uid).into_bound_py_any(py)?),
+            Some(None) => Some(PyTuple::empty(py).into_any()),
+            None => None,
+        })
+    }
+
+    /// The number of buffers that this process has.
+    #[getter]
+    fn held(&self, py: Python<'_>) -> Outcome<usize> {
+        self.side.run(py, |subscriber| Ok(subscriber.held()))
+    }
+
+    #[getter]
+    fn device(&self) -> PyDevice {
+        self.device.clone()
+    }
+
+    /// The publisher's pid and uid.
+    #[getter]
+    fn peer(&self) -> (i32, u32) {
+        (self.peer.pid, self.peer.uid)
+    }
+
+    fn fileno(&self, py: Python<'_>) -> Outcome<RawFd> {
+        self.side.run(py, |subscriber| Ok(subscriber.as_fd().as_raw_fd()))
+    }
+
+    #[getter]
+    fn is_closed(&self) -> bool {
+        self.side.is_closed()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        if self.side.check().is_ok() {
+            let unused = std::mem::take(&mut *lock(&self.next));
+            py.detach(|| drop(unused));
+        }
+        self.side.close(py);
+    }
+}
