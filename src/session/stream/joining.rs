@@ -214,6 +214,6 @@ impl Member {
 }
 
 /// The records of a join fit into an empty socket's buffer.
-fn unsent() -> Error {
+pub(super) fn unsent() -> Error {
     mismatch(ErrorCode::Failed, "the pool can't be sent now, because too many descriptors are in flight: try again")
 }

@@ -14,9 +14,9 @@ use super::{
     connection::Identity,
     core::Token,
     event::{Event, SubscriberInfo},
-    format::FormatRecord,
+    format::{Format, FormatRecord},
     hub::{Desk, Hub},
-    joining::Progress,
+    joining::{Progress, unsent},
     options::Policy,
 };
 use crate::{
@@ -325,8 +325,7 @@ impl Member {
             if let Some(format) = &publication.format
                 && self.format.as_ref().is_none_or(|known| !Arc::ptr_eq(known, format))
             {
-                let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
-                match send_raw(socket.stream(), &format.bytes, &fds) {
+                match send_format(socket, format) {
                     Ok(()) => self.format = Some(Arc::clone(format)),
                     Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
                         self.retry = Some(Instant::now() + PAUSE);
@@ -382,6 +381,9 @@ impl Member {
         let Some(socket) = &self.socket else { return Ok(()) };
         let added = hub.inbox.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, self.id));
         added.map_err(|errno| Error::system("watch a subscriber", errno))?;
+        let format = desk.format.clone().map_or_else(|| FormatRecord::of(&Format::default()), Ok)?;
+        send_format(socket, &format).map_err(|_| unsent())?;
+        self.format = Some(format);
         self.stage = Stage::Active;
         desk.ledger.activate(self.id, history);
         desk.report(Event::Joined(self.info()));
@@ -486,6 +488,11 @@ impl Member {
         let granted = hub.options.every.filter(|_| self.policy == Policy::Every && matches!(self.stage, Stage::Active));
         self.stalled?.checked_add(granted?)
     }
+}
+
+fn send_format(socket: &RecordSocket, format: &FormatRecord) -> io::Result<()> {
+    let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
+    send_raw(socket.stream(), &format.bytes, &fds)
 }
 
 /// Closes a socket in a thread of its own: the kernel closes the descriptors in its queue with it, and this can block.

@@ -204,7 +204,7 @@ impl Subscriber {
 
     fn join(mut link: Link, identity: Identity, mut device: DeviceChoice, options: &SubscribeOptions) -> Result<Self> {
         let joined = Self::map(&mut link, &mut device, options);
-        let (stream, memory) = match joined {
+        let (stream, memory, format) = match joined {
             Ok(joined) => joined,
             Err(error) => {
                 link.report(&error);
@@ -215,7 +215,7 @@ impl Subscriber {
         let held = (0..options.held).map(|_| AtomicU64::new(0)).collect();
         let creator = ProcessIdentity::current();
         let connection = Arc::new(Connection { memory, socket: link.channel.socket(), held, creator });
-        let (mut channel, format) = (link.channel, Arc::new(Format::default()));
+        let mut channel = link.channel;
         let Identity { peer: publisher, process, .. } = identity;
         let watch = watch(&connection.socket, process.as_ref());
         let watch = watch.map_err(|error| Error::system("watch a publisher", error))?;
@@ -226,7 +226,11 @@ impl Subscriber {
     }
 
     /// Subscribes, and maps the pool.
-    fn map(link: &mut Link, device: &mut DeviceChoice, options: &SubscribeOptions) -> Result<(Stream, Imported)> {
+    fn map(
+        link: &mut Link,
+        device: &mut DeviceChoice,
+        options: &SubscribeOptions,
+    ) -> Result<(Stream, Imported, Arc<Format>)> {
         let subscribe = options.to_wire()?;
         link.hello(device.backend(), &[STREAM])?;
         let (hello, _) = link.receive("for the publisher's hello")?;
@@ -256,7 +260,11 @@ impl Subscriber {
         acknowledge(link, opened.unacknowledged.unwrap_or(0))?;
         // Ten times slower than an unmapping of the segments: after the acknowledgement, because the publisher need not wait for it.
         drop(opened.remains);
-        Ok((stream, opened.memory))
+        // From now on, this side receives all publications.
+        match link.receive("for the format of the buffers")? {
+            (Message::Format(format), fds) => Ok((stream, opened.memory, format::read(format, fds)?)),
+            (other, _) => Err(unexpected(&other, "format")),
+        }
     }
 
     /// Waits for the next buffer at most this long. Buffers arrive in the order of publication.

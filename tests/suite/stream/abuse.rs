@@ -57,6 +57,7 @@ fn by_hand(subject: &Subject, stage: &Stage, held: u64) -> Channel {
     // It may work for as long as it says so.
     channel.send(&Message::Busy(Busy {}), &[]).unwrap();
     channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+    assert_eq!(answer(&mut channel).0, Message::Format(Format { arrays: Vec::new(), length: None }));
     stage.until(|event| matches!(event, Event::Joined(_)));
     channel
 }
@@ -168,7 +169,11 @@ fn blocking_descriptors_are_not_received(subject: Subject) {
         let failure = loop {
             match answer(&mut peer).0 {
                 Message::Error(failure) => break failure,
-                Message::Hello(_) | Message::Stream(_) | Message::Offer(_) | Message::Segments(_) => assert!(joins),
+                Message::Hello(_)
+                | Message::Stream(_)
+                | Message::Offer(_)
+                | Message::Segments(_)
+                | Message::Format(_) => assert!(joins),
                 other => panic!("{other:?}"),
             }
         };
@@ -240,6 +245,7 @@ fn liar(subject: &Subject, held: u16) -> (Channel, Subscriber, Arc<Shared>) {
         let segments = wire::Segments { first: 0, sizes: vec![chunks[0].size()] };
         channel.send(&Message::Segments(segments), &[chunks[0].as_fd()]).unwrap();
         assert_eq!(answer(&mut channel).0, Message::Received(wire::Received { segments: 1 }));
+        channel.send(&Message::Format(Format { arrays: Vec::new(), length: None }), &[]).unwrap();
         (channel, subscriber.join().unwrap(), memory)
     })
 }

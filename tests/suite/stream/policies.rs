@@ -11,6 +11,7 @@ use crate::support::Fault;
 cases! {
     on crate::support::Subject; every backend: [
     all_subscribers_receive_all_buffers,
+    subscribed_means_joined,
     latest_skips_to_the_newest,
     queue_drops_the_oldest,
     loans_wait_for_every,
@@ -50,6 +51,18 @@ fn all_subscribers_receive_all_buffers(subject: Subject) {
     stage.until_free(8);
     let stats = stage.stats();
     assert!(stats.subscribers.iter().all(|usage| (usage.delivered, usage.skipped, usage.buffers) == (20, 0, 0)));
+}
+
+/// The first publication after `connect` has returned is received.
+fn subscribed_means_joined(subject: Subject) {
+    let stage = Stage::fixed(&subject, 3);
+    for number in 1..=20 {
+        let subscriber = subscribe(&subject, &stage.path, &SubscribeOptions::default()).unwrap();
+        assert_eq!(stage.publish(number).delivered, 1);
+        assert_eq!(numbers(&subscriber, 1), [(number.into(), 0)]);
+        drop(subscriber);
+        stage.until(|event| matches!(event, Event::Left { orderly: true, .. }));
+    }
 }
 
 fn latest_skips_to_the_newest(subject: Subject) {
