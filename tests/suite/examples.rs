@@ -12,6 +12,7 @@ cases! {
     on crate::running::Meeting; host and cuda: [
     a_buffer_is_shared_and_received,
     viewers_receive_frames,
+    async_viewer_receives_all_frames,
     array_arrives_with_type_and_views,
     memory_travels_over_own_channel,
     ]
@@ -68,6 +69,11 @@ fn viewers_receive_frames(meeting: Meeting) {
             "{lines:?}"
         );
     }
+}
+
+fn async_viewer_receives_all_frames(meeting: Meeting) {
+    let lines = printed(&example(&meeting, "tokio_viewer", &[]).end());
+    assert!(lines[0].starts_with("viewer: 200 frames, ") && !lines[0].contains(" 0 cancelled"), "{lines:?}");
 }
 
 fn array_arrives_with_type_and_views(meeting: Meeting) {
