@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::listing::{HeldClaim, UserTotal};
+use super::{
+    listing::{HeldClaim, UserTotal},
+    topics::HeldTopic,
+};
 use crate::{base::strict::objects, wire::strict::or_default};
 
 objects! {
@@ -131,6 +134,8 @@ objects! {
         pub keeper: Option<KeeperInfo>,
         /// The oldest claims that the client may see, as in `leases`. `None` if the server does not report claims.
         pub claims: Option<Vec<HeldClaim>>,
+        /// The topics that the client may read, as in `leases`.
+        pub topics: Option<Vec<HeldTopic>>,
     }
 
     /// The process of a keeper.

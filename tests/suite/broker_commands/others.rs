@@ -81,9 +81,14 @@ fn topics_are_shown_with_their_publisher(broker: Broker) {
     let publisher = Publisher::create(&subject.device(), &options, &Config::default()).unwrap();
     vmmfd::topic::open(&client, "camera/left", &publisher, None).unwrap();
     let pid = std::process::id();
-    let topics = &broker.json(&["who", "camera"])["topics"];
-    let shown = topics.as_array().unwrap().iter().map(|topic| (&topic["name"], &topic["pid"], &topic["followers"]));
-    assert_eq!(shown.collect::<Vec<_>>(), [(&json!("camera/left"), &json!(pid), &json!(0))]);
+    for shown in [broker.json(&["who", "camera"]), broker.json(&["status"])] {
+        let topic = &shown["topics"][0];
+        let expected = (&json!("camera/left"), &json!(pid), &json!(0), &Value::Null);
+        assert_eq!((&topic["name"], &topic["pid"], &topic["followers"], &shown["topics"][1]), expected);
+    }
+    let begins = format!("topic camera/left by pid {pid} (");
+    let is_shown = |line: &String| line.starts_with(&begins) && line.ends_with(", 0 followers");
+    assert!(lines(&broker.end(&["status"])).iter().any(is_shown));
     let table = lines(&broker.end(&["who", "camera"]));
     assert_eq!(&table[..2], ["Topics:", "PID USER COMMAND FOLLOWERS NAME"]);
     assert!(table[2].starts_with(&pid.to_string()) && table[2].ends_with(" 0 camera/left"), "{table:?}");

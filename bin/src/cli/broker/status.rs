@@ -6,7 +6,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{DeviceBytes, HeldClaim, KeeperInfo, Metrics, Quota},
+    broker::{DeviceBytes, HeldClaim, HeldTopic, KeeperInfo, Metrics, Quota},
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
 };
@@ -149,6 +149,11 @@ fn render(report: &StatusReport, verbose: bool) -> String {
         let part = part.as_ref().map(|part| format!(", part {part},")).unwrap_or_default();
         let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
         text += &field("claim", format!("{name}{part} by pid {pid}{command}, uid {uid}, for {}", age(*since_ms)));
+    }
+    for HeldTopic { name, pid, uid, command, followers, .. } in metrics.topics.iter().flatten() {
+        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
+        let followers = count(*followers, "follower");
+        text += &field("topic", format!("{name} by pid {pid}{command}, uid {uid}, {followers}"));
     }
     for DeviceLine { claimed, used, total, .. } in devices {
         let reported =

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `objects/` | names, versions, leases, events; messages to the keeper |
 //! | `client` | each client's leases and pending request |
+//! | `topics` | publishers and followers, and whom to introduce |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
 //! | `caller` | users: permissions |

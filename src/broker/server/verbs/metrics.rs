@@ -2,7 +2,7 @@
 
 use std::process;
 
-use super::{effects::Effects, list::claims, reply::reply};
+use super::{effects::Effects, list::claims, reply::reply, topic};
 use crate::{
     broker::server::{
         admit::{Limits, Resource},
@@ -50,6 +50,7 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, id: ConnectionId
             .filter(|_| state.objects.store().is_greeted())
             .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
         claims: Some(claims(state, id, "")),
+        topics: Some(topic::list(state, id, "")),
     };
     reply(state, effects, id, &Message::Measured(Box::new(measured)));
 }
