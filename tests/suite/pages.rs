@@ -352,3 +352,45 @@ mod streams {
         });
     }
 }
+
+mod topics {
+    use std::time::Duration;
+
+    use vmmfd::{
+        broker::Client,
+        driver::Driver,
+        session::{
+            Config,
+            stream::{Publisher, SubscribeOptions},
+        },
+        topic::{self, Change, Follower, Topics},
+    };
+
+    fn offer(client: &Client, publisher: &Publisher) -> vmmfd::Result<()> {
+        topic::open(client, "camera/left", publisher, None) // Until the publisher finishes or is dropped.
+    }
+
+    /// Receives the first frame of any camera, now or later.
+    fn watch(client: &Client, driver: &Driver) -> vmmfd::Result<u64> {
+        let options = SubscribeOptions::default().history(1);
+        let cameras = Follower::new(client, Topics::Prefix("camera/"), driver, None, &options, &Config::default())?;
+        loop {
+            let update = cameras.receive(Duration::from_secs(10))?;
+            match update.change {
+                Change::Sample(frame) => return Ok(frame.number()),
+                other => println!("{}: {other:?}", update.topic),
+            }
+        }
+    }
+
+    #[test]
+    fn first_frame_arrives() {
+        let (served, place) = (crate::support::served::Served::alone(&[]), super::Place::new());
+        let client = served.client();
+        let options = vmmfd::session::stream::PublishOptions::fixed(16, 4).history(1);
+        let publisher = Publisher::create(&place.device(), &options, &Config::default()).unwrap();
+        offer(&client, &publisher).unwrap();
+        publisher.try_loan().unwrap().expect("a buffer").publish(b"").unwrap();
+        assert_eq!(watch(&client, place.driver()).unwrap(), 1);
+    }
+}
