@@ -133,7 +133,7 @@ fn option_hint(error: &Error) -> Option<&'static str> {
             "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
         }
         Error::Socket(SocketError::Absent { .. }) => {
-            "start a producer on the same --socket, or wait longer with --timeout"
+            "start a producer on the same --socket, for `vmmfd sub` a publisher on the same --at, or wait longer with --timeout"
         }
         Error::Socket(SocketError::NoBroker { .. }) => "start one with `vmmfd serve`, or name its socket with --socket",
         Error::Broker(BrokerError { code, .. }) => match code {

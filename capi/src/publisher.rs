@@ -250,7 +250,7 @@ pub extern "C" fn vmmfd_publisher_event(
         let Some(event) = handle::get(publisher)?.event() else { return Ok(()) };
         let (kind, subscriber) = match event {
             Event::Joined(subscriber) => (VMMFD_STREAM_JOINED, Some(subscriber)),
-            Event::Left { subscriber, orderly: true } => (VMMFD_STREAM_LEFT, Some(subscriber)),
+            Event::Left { subscriber, orderly: true, .. } => (VMMFD_STREAM_LEFT, Some(subscriber)),
             Event::Left { subscriber, .. } => (VMMFD_STREAM_LOST, Some(subscriber)),
             Event::Evicted(subscriber) => (VMMFD_STREAM_EVICTED, Some(subscriber)),
             Event::Starved { .. } => (VMMFD_STREAM_STARVED, None),

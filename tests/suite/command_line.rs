@@ -50,6 +50,8 @@ fn help_has_the_same_groups_everywhere() {
     for (command, codes) in [
         ("produce", peers),
         ("consume", peers),
+        ("pub", "0 2 3 4 5 130"),
+        ("sub", peers),
         ("serve", "0 2 4 5"),
         ("put", ""),
         ("get", ""),
@@ -118,6 +120,7 @@ fn unknown_words_get_a_suggestion() {
         (&["produce", "--count", "3"], "use '--consumers'"),
         (&["consume", "--once"], "'--consumers 1' is an option of 'vmmfd produce'"),
         (&["consume", "--size", "1MiB"], "'--size' is an option of 'vmmfd produce'"),
+        (&["publish"], "exists: 'pub'"),
         (&["put", "a", "file"], "use '--from file'"),
         (&["get", "a", "file"], "use '--to file'"),
         (&["put", "a", "--metadata", "{}"], "use '--meta'"),

@@ -60,6 +60,7 @@ mod sessions;
 mod shared;
 mod sharing_commands;
 mod stream;
+mod streams_commands;
 mod structure;
 mod support;
 mod suspend;

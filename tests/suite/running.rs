@@ -243,7 +243,7 @@ impl Run {
     pub(crate) fn start(mut self) -> Running {
         // If the tests are killed, programs without a time limit are killed too. For other programs a fork, which copies the page tables of
         // this process with all its tests, would be a waste.
-        let endless = ["serve", "keeper", "exporter", "watch"];
+        let endless = ["serve", "keeper", "exporter", "watch", "pub", "sub"];
         if self.command.get_args().any(|argument| endless.iter().any(|command| argument == *command)) {
             // SAFETY: prctl is a plain system call, safe between fork and exec.
             unsafe {

@@ -21,6 +21,7 @@ mod report;
 mod root;
 mod run;
 mod schema;
+mod stream;
 mod suggest;
 mod suspend;
 mod values;

@@ -276,6 +276,15 @@ impl Progress {
         }
     }
 
+    /// Shows the state of endless work.
+    pub(super) fn status(&self, what: impl FnOnce() -> String) {
+        let Some(mut line) = self.line() else { return };
+        if let Some(bar) = line.bar(|| "{spinner} {msg}".to_owned(), Duration::ZERO) {
+            bar.set_message(what());
+            bar.tick();
+        }
+    }
+
     /// Runs `print` while the line is hidden.
     pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
         let line = self.line();

@@ -18,6 +18,7 @@ use super::{
     pages::{CompletionsOptions, ManOptions, Pages},
     run::{Tool, one_line, run_session, run_tool, usage},
     schema::{SchemaOptions, Schemas},
+    stream::{PubOptions, SubOptions},
     suggest,
     suspend::{ResumeOptions, SuspendOptions},
 };
@@ -43,6 +44,8 @@ enum Command {
     Produce(Box<Produce>),
     #[command(after_help = EXIT_CODES)]
     Consume(Box<Consume>),
+    Pub(Box<PubOptions>),
+    Sub(Box<SubOptions>),
     Serve(ServeOptions),
     Status(StatusOptions),
     Put(Box<PutOptions>),
@@ -84,7 +87,7 @@ enum Command {
 
 /// The commands in the groups of `--help`.
 const GROUPS: suggest::Groups = [
-    ("Try", &["produce", "consume"]),
+    ("Try", &["produce", "consume", PubOptions::NAME, SubOptions::NAME]),
     (
         "Broker",
         &[
@@ -231,6 +234,8 @@ pub fn main() -> ExitCode {
         Ok((Options { command }, output)) => match command {
             Command::Produce(produce) => run_session(*produce, &output),
             Command::Consume(consume) => run_session(*consume, &output),
+            Command::Pub(publish) => run_tool(*publish, &output),
+            Command::Sub(subscribe) => run_tool(*subscribe, &output),
             Command::Serve(serve) => serve.start(&output),
             Command::Keeper(keeper) => keeper.start(&output),
             Command::Status(status) => run_tool(status, &output),
@@ -319,8 +324,7 @@ mod tests {
             assert!(all.find_subcommand(name).is_some(), "{name}");
             assert!(words.iter().all(|word| all.find_subcommand(word).is_none()), "{words:?}");
         }
-        // Only vmmfd-bench, another package, has --count.
-        for (option, _) in suggest::OPTIONS.iter().filter(|(option, _)| !option.starts_with("--count")) {
+        for (option, _) in suggest::OPTIONS {
             assert!(all.get_subcommands().any(|command| suggest::has(command, option)), "{option}");
         }
     }

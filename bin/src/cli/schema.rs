@@ -18,6 +18,7 @@ use super::{
     laboratory::BENCH,
     pages::{CompletionsOptions, ManOptions, Pages},
     report::{CommandReport, Failure, Stamped},
+    stream::{PubOptions, SubOptions},
     suspend::{ResumeOptions, SuspendOptions},
 };
 use crate::schema::{Named, document};
@@ -45,6 +46,8 @@ fn reports() -> Vec<Named> {
     ];
     [
         SHARED,
+        PubOptions::REPORTS,
+        SubOptions::REPORTS,
         ServeOptions::REPORTS,
         StatusOptions::REPORTS,
         PutOptions::REPORTS,

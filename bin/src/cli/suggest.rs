@@ -14,7 +14,9 @@ pub(super) type Groups = [(&'static str, &'static [&'static str]); 4];
 pub(super) const COMMANDS: &[(&str, &[&str])] = &[
     ("produce", &["producer", "send", "share"]),
     ("consume", &["consumer", "receive", "take"]),
-    ("put", &["add", "create", "load", "publish", "store", "upload"]),
+    ("pub", &["publish", "publisher"]),
+    ("sub", &["subscribe", "subscriber"]),
+    ("put", &["add", "create", "load", "store", "upload"]),
     ("get", &["cat", "download", "fetch", "pull", "read"]),
     ("ls", &["list"]),
     ("stat", &["describe", "info", "inspect", "show"]),

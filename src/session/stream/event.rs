@@ -28,6 +28,10 @@ pub enum Event {
         /// Whether it sent `leave`. If not, its process exited, closed the connection or broke the protocol; the buffers that it had return to
         /// the pool when its process exits.
         orderly: bool,
+        /// The number of buffers that it was given, in all.
+        delivered: u64,
+        /// The number of buffers that it did not get, because of its policy.
+        skipped: u64,
     },
     /// A subscriber did not give a buffer back within its deadline, and is no longer subscribed. Its buffers return to the pool when it
     /// gives them back or its process exits.

@@ -17,6 +17,7 @@ use super::{
     format::{Format, FormatRecord},
     hub::{Desk, Hub},
     joining::{Progress, unsent},
+    ledger::Tally,
     options::Policy,
 };
 use crate::{
@@ -408,7 +409,8 @@ impl Member {
 
     fn report_left(&self, orderly: bool, desk: &mut Desk) {
         if self.is_subscribed() {
-            desk.report(Event::Left { subscriber: self.info(), orderly });
+            let Tally { delivered, skipped } = desk.ledger.tally(self.id);
+            desk.report(Event::Left { subscriber: self.info(), orderly, delivered, skipped });
         }
     }
 

@@ -1,0 +1,186 @@
+//! `sub`: receives the buffers of `pub` and verifies them.
+
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use schemars::JsonSchema;
+use serde::Serialize;
+use vmmfd::{
+    channel::Cancel,
+    driver::Backend,
+    error::{PeerError, Result},
+    memory::Region,
+    session::stream::{MAX_HELD, MAX_QUEUE, Policy, Received, SubscribeOptions, Subscriber},
+};
+
+use super::{Durations, Pace, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
+use crate::{
+    check::pattern::{EngineChoice, Verification},
+    cli::{
+        Exit, Running, Tool, ToolOutput,
+        describe::first_words,
+        exit::exit_codes,
+        options::parse_timeout,
+        output::Progress,
+        report::{ErrorSummary, Stamped},
+    },
+    schema::{Named, document},
+    units::{about, count},
+};
+
+/// Receives buffers from `vmmfd pub` and verifies every byte
+///
+/// Waits for the publisher if it is started first. Runs until the publisher ends, until --count buffers are received, or until SIGINT or
+/// SIGTERM. A buffer is torn if it was changed while this command had it, or if it is another buffer than its number says.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("received, or without --count stopped by a signal", "a buffer was torn"; 2 3 4 5 130))]
+pub(in super::super) struct SubOptions {
+    /// What happens to buffers for which this command has no room: `latest` keeps the newest, `queue:N` the newest N, and `every` lets the
+    /// publisher wait
+    #[arg(long, value_name = "POLICY", value_parser = parse_policy, default_value = "latest", help_heading = "Buffer")]
+    policy: Policy,
+
+    /// Most buffers that this command has at a time: received, or on their way
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=MAX_HELD as i64), default_value = "1",
+        help_heading = "Buffer")]
+    held: u16,
+
+    /// Most earlier buffers to receive at once
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Buffer")]
+    history: u16,
+
+    /// How long to keep each buffer before it is verified: 500ms, 30s, 2m [default: not at all]
+    #[arg(long, value_name = "DURATION", value_parser = parse_timeout, help_heading = "Buffer")]
+    work: Option<Duration>,
+
+    #[command(flatten)]
+    stream: StreamOptions,
+}
+
+fn parse_policy(text: &str) -> Result<Policy, String> {
+    let length = |text: &str| text.parse().ok().filter(|length| (1..=MAX_QUEUE).contains(&u64::from(*length)));
+    match (text, text.strip_prefix("queue:").and_then(length)) {
+        ("latest", _) => Ok(Policy::Latest),
+        ("every", _) => Ok(Policy::Every),
+        (_, Some(length)) => Ok(Policy::Queue(length)),
+        _ => Err(format!("`{text}` is not a policy: write latest, every, or queue:N with 1 to {MAX_QUEUE} for N")),
+    }
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct SubReport {
+    backend: Backend,
+    /// The publisher's process.
+    publisher: i32,
+    delivered: u64,
+    /// The publications between the first and the last delivered buffer that were not delivered.
+    skipped: u64,
+    torn: u64,
+    /// Buffers per second.
+    rate: f64,
+    /// The time from a publication to its receipt.
+    latency_us: Quantiles,
+    /// The error that the command exits with.
+    error: Option<ErrorSummary>,
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    pace: Pace,
+    skipped: u64,
+    latency: Durations,
+    torn: u64,
+    /// The first torn buffer.
+    first: Option<(u64, Verification)>,
+}
+
+impl SubOptions {
+    fn receive(&self, from: &Subscriber, tally: &mut Tally, cancel: &Cancel, progress: &Progress) -> Result<()> {
+        while !self.stream.is_complete(&tally.pace) {
+            let sample = match from.receive(self.stream.timeout)? {
+                Received::Sample(sample) => sample,
+                Received::Crashed(peer) => {
+                    return Err(PeerError::Gone { pid: peer.pid, purpose: "for a buffer" }.into());
+                }
+                _ => return Ok(()),
+            };
+            tally.latency.add(sample.age());
+            if tally.pace.count == 0 {
+                load_kernels(sample.device());
+            }
+            // The check comes last: a publisher that reuses the buffer too early is found out.
+            self.work.map_or(Ok(()), |work| sleep_until(cancel, Instant::now() + work))?;
+            let (number, size) = (sample.number(), sample.size());
+            let pattern = pattern(from.epoch(), number);
+            let (found, _) = EngineChoice::Auto.verify(&sample, 0, 0..size, pattern, &mut |_| cancel.check())?;
+            if !found.passed() {
+                tally.torn += 1;
+                tally.first.get_or_insert((number, found));
+            }
+            tally.skipped += sample.skipped_before();
+            tally.pace.add();
+            sample.give_back()?;
+            progress.status(|| {
+                let Tally { pace, skipped, torn, .. } = &*tally;
+                format!("{} received, {:.1} per second, {skipped} skipped, {torn} torn", pace.count, pace.rate())
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Tool for SubOptions {
+    const NAME: &'static str = "sub";
+
+    const REPORTS: &'static [Named] = &[("sub", document::<Stamped<SubReport>>)];
+
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
+        let place = self.stream.place()?;
+        let driver = self.stream.start(output, cancel)?;
+        let options = SubscribeOptions::default().policy(self.policy).held(self.held).history(self.history);
+        let wait = output.notice_wait(format!("waiting for a publisher at {place}"));
+        let config = self.stream.config(cancel);
+        let from = match &place {
+            Place::Socket(path) => Subscriber::connect(&driver, self.stream.device, path, &options, &config)?,
+        };
+        drop(wait);
+        let (pid, size) = (from.peer().pid, from.buffer_size().map_or_else(|| "buffers".to_owned(), about));
+        let (policy, backend) = (spelled(self.policy), driver.backend());
+        output.announce(format!("sub       subscribed  {size} of pid {pid}, {policy}, {backend}"))?;
+        let mut tally = Tally::default();
+        let outcome = self.receive(&from, &mut tally, cancel, progress);
+        drop(from);
+        progress.close();
+        let (error, exit) = match &tally.first {
+            Some(first) => {
+                let error = torn(tally.torn, tally.pace.count, first);
+                error.complain();
+                (Some(error), Exit::Mismatch)
+            }
+            None => self.stream.failure(outcome),
+        };
+        let report = SubReport {
+            backend,
+            publisher: pid,
+            delivered: tally.pace.count,
+            skipped: tally.skipped,
+            torn: tally.torn,
+            rate: tally.pace.rate(),
+            latency_us: tally.latency.quantiles(),
+            error,
+        };
+        Ok(ToolOutput::of(output, exit, report, render))
+    }
+}
+
+fn torn(torn: u64, delivered: u64, (number, found): &(u64, Verification)) -> ErrorSummary {
+    let (wrong, first) = (count(found.mismatches, "wrong word"), first_words(found.first));
+    let message = format!("{torn} of {delivered} buffers are torn: buffer {number} has {wrong}{first}");
+    let hint = "expected if the publisher has --corrupt; otherwise look for another process that writes to the pool";
+    ErrorSummary { kind: "mismatch", message, hint: Some(hint.to_owned()) }
+}
+
+fn render(report: &SubReport, _verbose: bool) -> String {
+    let SubReport { delivered, skipped, torn, rate, latency_us, .. } = report;
+    format!("received    {delivered}, {rate:.1} per second, {skipped} skipped, {torn} torn\nlatency     {latency_us}\n")
+}

@@ -1,0 +1,243 @@
+//! `vmmfd pub` and `vmmfd sub` as a user runs them: processes, their output and their exit codes.
+
+use std::{env, thread, time::Duration};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::running::{Ended, Meeting, Run, Running, wait_for};
+
+cases! {
+    on crate::running::Meeting;
+    every backend: [
+    two_subscribers_end_with_the_publisher,
+    count_ends_a_subscriber,
+    killed_subscriber_does_not_end_the_publisher,
+    signals_end_both_in_order,
+    dead_publisher_is_a_failed_peer,
+    flipped_byte_is_a_torn_buffer,
+    stalled_subscribers_delay_nobody,
+    ]
+}
+
+fn vmmfd(meeting: &Meeting, command: &str, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.args([command, "--json", "--backend", meeting.backend(), "--at"]).arg(meeting.socket()).args(options);
+    if !options.contains(&"--timeout") {
+        run.command.args(["--timeout", "10m"]);
+    }
+    run
+}
+
+/// A publisher of small buffers that listens.
+fn publisher(meeting: &Meeting, options: &[&str]) -> Running {
+    let running = vmmfd(meeting, "pub", &[&["--size", "70001"], options].concat()).start();
+    wait_for("the publisher", || running.so_far().contains("  publishing  "));
+    running
+}
+
+/// A subscriber that has joined.
+fn subscriber(meeting: &Meeting, options: &[&str]) -> Running {
+    let running = vmmfd(meeting, "sub", options).start();
+    wait_for("the subscriber", || running.so_far().contains("  subscribed  "));
+    running
+}
+
+/// The report of a publisher on its only subscriber.
+fn only(report: &Value) -> &Value {
+    let [line] = &report["subscribers"].as_array().unwrap()[..] else { panic!("{report}") };
+    line
+}
+
+fn counts(report: &Value) -> [&Value; 3] {
+    ["delivered", "skipped", "torn"].map(|name| &report[name])
+}
+
+#[track_caller]
+fn failed(ended: &Ended, code: i32, kind: &str, words: &str) -> Value {
+    let report = ended.code(code).json();
+    assert_eq!(report["error"]["kind"], kind, "{report}");
+    let message = report["error"]["message"].as_str().unwrap();
+    assert!(message.contains(words) && !message.contains('\n'), "{message}");
+    ended.says(&format!("error: {message}"));
+    report
+}
+
+fn two_subscribers_end_with_the_publisher(meeting: Meeting) {
+    let publishing = publisher(&meeting, &["--count", "60", "--subscribers", "2", "--every", "10m"]);
+    let every = vmmfd(&meeting, "sub", &["--policy", "every", "--held", "2"]).start();
+    let latest = subscriber(&meeting, &["--work", "50ms"]);
+    let (every, latest, report) = (every.end(), latest.end(), publishing.end());
+    let (every, latest, report) = (every.code(0).json(), latest.code(0).json(), report.code(0).json());
+    assert_eq!(counts(&every), [60, 0, 0]);
+    assert_eq!(
+        (&latest["torn"], &latest["error"], &latest["backend"]),
+        (&json!(0), &Value::Null, &json!(meeting.backend()))
+    );
+    assert!(latest["delivered"].as_u64() >= Some(1), "{latest}");
+    assert_eq!((&report["published"], &report["starved"], &report["size"]), (&json!(60), &json!(0), &json!(70001)));
+    for (sub, policy) in [(every, "every"), (latest, "latest")] {
+        let lines = report["subscribers"].as_array().unwrap();
+        let line = lines.iter().find(|line| line["policy"] == policy).unwrap();
+        assert_eq!(line["delivered"], sub["delivered"], "{report}");
+    }
+}
+
+fn count_ends_a_subscriber(meeting: Meeting) {
+    let publishing = publisher(&meeting, &["--history", "3"]);
+    for options in [&["--count", "1"][..], &["--count", "5", "--policy", "queue:9", "--history", "3"]] {
+        let report = vmmfd(&meeting, "sub", options).end().code(0).json();
+        assert_eq!((&report["delivered"], &report["torn"]), (&json!(options[1].parse::<u64>().unwrap()), &json!(0)));
+    }
+    publishing.signal(Signal::SIGTERM);
+    let report = publishing.end().code(0).json();
+    let lines = report["subscribers"].as_array().unwrap();
+    assert!(lines.iter().all(|line| line["state"] == "left"), "{report}");
+    assert_eq!((lines.len(), &lines[1]["policy"]), (2, &json!("queue:9")));
+}
+
+fn killed_subscriber_does_not_end_the_publisher(meeting: Meeting) {
+    let publishing = publisher(&meeting, &[]);
+    let killed = subscriber(&meeting, &["--work", "1h"]);
+    killed.signal(Signal::SIGKILL);
+    drop(killed.end());
+    vmmfd(&meeting, "sub", &["--count", "3"]).end().code(0);
+    publishing.signal(Signal::SIGINT);
+    let report = publishing.end().code(0).json();
+    assert_eq!(report["subscribers"][0]["state"], "lost", "{report}");
+}
+
+fn signals_end_both_in_order(meeting: Meeting) {
+    let publishing = publisher(&meeting, &["--count", "1000000"]);
+    let stopped = subscriber(&meeting, &["--work", "1h"]);
+    let counting = subscriber(&meeting, &["--count", "1000000"]);
+    let lasting = subscriber(&meeting, &[]);
+    for (sub, code) in [(stopped, 0), (counting, 143)] {
+        sub.signal(Signal::SIGTERM);
+        let report = sub.end().code(code).json();
+        assert_eq!((&report["torn"], report["error"].is_null()), (&json!(0), code == 0), "{report}");
+    }
+    publishing.signal(Signal::SIGINT);
+    // For this subscriber it is an end and no crash.
+    lasting.end().code(0).json();
+    let report = failed(&publishing.end(), 130, "interrupted", "SIGINT");
+    assert_eq!(report["subscribers"].as_array().unwrap().len(), 3);
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+}
+
+fn dead_publisher_is_a_failed_peer(meeting: Meeting) {
+    let publishing = publisher(&meeting, &[]);
+    let sub = subscriber(&meeting, &[]);
+    publishing.signal(Signal::SIGKILL);
+    let words = format!("pid {} ended or closed the connection", publishing.pid());
+    drop(publishing.end());
+    failed(&sub.end(), 4, "peer", &words);
+}
+
+fn flipped_byte_is_a_torn_buffer(meeting: Meeting) {
+    let publishing = publisher(&meeting, &["--corrupt"]);
+    let sub = vmmfd(&meeting, "sub", &["--count", "2"]).end();
+    let report = failed(&sub, 1, "mismatch", "2 of 2 buffers are torn: buffer ");
+    assert_eq!((&report["torn"], &report["delivered"]), (&json!(2), &json!(2)));
+    publishing.signal(Signal::SIGTERM);
+    assert!(only(&publishing.end().code(0).json())["delivered"].as_u64() >= Some(2));
+}
+
+#[test]
+fn refusals_are_one_sentence() {
+    let meeting = Meeting::host();
+    let publishing = publisher(&meeting, &["--buffers", "3"]);
+    for (options, words) in [
+        (["--policy", "every"], "the policy `every` is not allowed here"),
+        (["--held", "4"], "the pool would need 6 buffers, and it has 3"),
+    ] {
+        failed(&vmmfd(&meeting, "sub", &options).end(), 4, "peer", words);
+    }
+    drop(publishing);
+    let alone = vmmfd(&meeting, "pub", &["--subscribers", "1", "--timeout", "10ms"]).end();
+    failed(&alone, 4, "peer", "waiting for subscribers");
+    let nobody = vmmfd(&meeting, "sub", &["--timeout", "10ms"]).end();
+    failed(&nobody, 4, "peer", "s.sock");
+}
+
+#[test]
+fn wrong_options_are_one_sentence() {
+    let meeting = Meeting::host();
+    for (arguments, words) in [
+        (&["pub", "camera"][..], "topics are not supported yet: name a socket with --at PATH"),
+        (&["sub"], "name a socket with --at PATH"),
+        (&["sub", "camera", "--at", "s.sock"], "cannot be used with"),
+        (&["pub", "--at", "s.sock", "--rate", "0"], "`0` is not a rate: write buffers per second"),
+        (&["pub", "--at", "s.sock", "--rate", "nan"], "`nan` is not a rate"),
+        (&["pub", "--at", "s.sock", "--size", "8MB"], "write 8MiB"),
+        (&["pub", "--at", "s.sock", "--every", "5"], "`5` has no unit"),
+        (&["pub", "--at", "s.sock", "--buffers", "1"], "1 is not in 2.."),
+        (&["sub", "--at", "s.sock", "--count", "0"], "0 is not in 1.."),
+        (&["sub", "--at", "s.sock", "--held", "65"], "65 is not in 1..=64"),
+        (&["sub", "--at", "s.sock", "--policy", "newest"], "`newest` is not a policy: write latest, every, or queue:N"),
+        (&["sub", "--at", "s.sock", "--policy", "queue:1025"], "with 1 to 1024 for N"),
+        (&["sub", "--at", "s.sock", "--work", "0s"], "`0s` is no time"),
+    ] {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args(arguments);
+        run.end().code(2).says(words);
+    }
+}
+
+#[test]
+fn results_have_lines_for_people() {
+    let meeting = Meeting::host();
+    let run = |command: &str, options: &[&str]| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args([command, "--backend", "host", "--at"]).arg(meeting.socket()).args(options);
+        run.start()
+    };
+    let mut publishing = run("pub", &["--size", "1MiB", "--count", "9", "--subscribers", "1", "--every", "10m"]);
+    publishing.until("publishing");
+    let sub = run("sub", &["--policy", "every"]).end();
+    let lines: Vec<&str> = sub.code(0).stdout.lines().collect();
+    assert_eq!(lines[0], format!("sub       subscribed  1 MiB of pid {}, every, host", publishing.pid()));
+    assert!(
+        lines[1].starts_with("received    9, ") && lines[1].ends_with(" per second, 0 skipped, 0 torn"),
+        "{lines:?}"
+    );
+    assert!(lines[2].starts_with("latency     ") && lines.len() == 3, "{lines:?}");
+    let ended = publishing.end();
+    let lines: Vec<&str> = ended.code(0).stdout.lines().collect();
+    assert!(lines[0].starts_with("pub       publishing  1 MiB, 200 per second, host memory "), "{lines:?}");
+    assert!(lines[1].starts_with("published   9, ") && lines[2].starts_with("late        "), "{lines:?}");
+    assert!(lines[4].contains(", every: 9 delivered, 0 skipped") && lines.len() == 5, "{lines:?}");
+}
+
+/// `VMMFD_TEST_STREAM=60` for a minute with buffers of 8 MiB: `make test-streams`. Prints how late the publisher was; only the counts are
+/// asserted.
+fn stalled_subscribers_delay_nobody(meeting: Meeting) {
+    let (seconds, size) = match env::var("VMMFD_TEST_STREAM") {
+        Ok(seconds) => (seconds.parse().unwrap(), "8MiB"),
+        Err(_) => (1, "64KiB"),
+    };
+    let _turn = crate::support::cpu_turn();
+    let count = (seconds * 200).to_string();
+    let options = ["--size", size, "--count", &count, "--buffers", "64", "--every", "10m"];
+    let alone = vmmfd(&meeting, "pub", &options).end().code(0).json();
+
+    let publishing = vmmfd(&meeting, "pub", &[&options[..], &["--subscribers", "4"]].concat()).start();
+    let [healthy, working, killed, stopped] =
+        [&["--policy", "every"][..], &["--work", "100ms"], &[], &[]].map(|options| subscriber(&meeting, options));
+    thread::sleep(Duration::from_millis(seconds * 1000 / 4));
+    killed.signal(Signal::SIGKILL);
+    stopped.signal(Signal::SIGSTOP);
+    drop(killed.end());
+    let healthy = healthy.end().code(0).json();
+    assert_eq!(counts(&healthy), [seconds * 200, 0, 0]);
+    // It still has the buffer that it was given before it was stopped.
+    stopped.signal(Signal::SIGCONT);
+    for sub in [working, stopped] {
+        let report = sub.end().code(0).json();
+        assert_eq!(report["torn"], 0);
+        eprintln!("{report}");
+    }
+    let report = publishing.end().code(0).json();
+    assert_eq!((&report["published"], &report["starved"]), (&json!(seconds * 200), &json!(0)));
+    eprintln!("{healthy}\nalone: {alone}\nwith 4 subscribers: {report}");
+}
