@@ -41,7 +41,7 @@ endif
 endif
 
 .PHONY: help build demo smoke bench test test-all test-python test-capi test-gpu check install capi wheel deb bundle \
-    test-simulation test-kills test-nodes test-pairs test-engines engines-pack test-deb test-systemd check-ptx clean \
+    test-simulation test-kills test-streams test-nodes test-pairs test-engines engines-pack test-deb test-systemd check-ptx clean \
     build-all test-suite test-c test-rights test-protocol test-demos
 
 help:
@@ -150,6 +150,10 @@ test-pairs: ## two signals to the broker's processes at each distance up to 100 
 test-kills: ## random kills of the broker's processes beside eight clients, SECONDS=1800
 	$(CARGO) build --locked --release -p vmmfd-cli --bins
 	VMMFD_TEST_KILLS=$(SECONDS) $(CARGO) test --locked --release -p vmmfd-cli --test suite broker_kills -- --nocapture
+
+test-streams: ## a slow, a killed and a stopped subscriber beside a healthy one, SECONDS=60
+	$(CARGO) build --locked --release -p vmmfd-cli --bins
+	VMMFD_TEST_STREAM=$(SECONDS) $(CARGO) test --locked --release -p vmmfd-cli --test suite stalled_subscribers -- --nocapture --test-threads 1
 
 test-nodes: build-all ## kill Ray's actors, agents and brokers, KILLS=200 of each
 	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py -o faulthandler_timeout=$$((900 + 50 * $(KILLS)))

@@ -312,6 +312,32 @@ fn doctor_and_bench_show_progress() {
 }
 
 #[test]
+fn streams_show_their_state() {
+    let meeting = Meeting::host();
+    let run = |command: &str| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args([command, "--backend", "host", "--at"]).arg(meeting.socket());
+        run
+    };
+    let mut publisher = run("pub");
+    publisher.command.args(["--size", "64KiB"]);
+    let mut publisher = on_terminal(publisher, 60);
+    publisher.until("publishing");
+    let mut subscriber = on_terminal(run("sub"), 60);
+    subscriber.until(" per second, 0 skipped");
+    publisher.until(", to 1 subscriber");
+    publisher.interrupt();
+    for (shown, words) in [(publisher.end(), "published   "), (subscriber.end(), "received    ")] {
+        assert_eq!(shown.code, Some(0), "{}", shown.text());
+        let screen = shown.screen();
+        assert!(screen.iter().any(|row| row.starts_with(words)), "{screen:?}");
+        // The line is gone.
+        assert!(!screen.iter().any(|row| row.contains(", to 1 ") || row.contains("received,")), "{screen:?}");
+        assert_eq!(shown.broken(), [""; 0]);
+    }
+}
+
+#[test]
 fn interrupted_doctor_clears_its_progress() {
     let meeting = Meeting::fake();
     let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuMemPoolCreate:60000");

@@ -16,7 +16,10 @@ mod values;
 mod watch;
 mod who;
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::Args;
 use vmmfd::{
@@ -69,13 +72,20 @@ impl MeetBroker {
 
     /// As [`MeetBroker::connect`]; also returns the socket's path.
     fn connect_at(&self, cancel: &Cancel) -> Result<(Client, PathBuf)> {
-        let found = BrokerPath::find(self.socket.as_deref())?;
-        let path = found.path();
         let trust = Trust { uids: self.allow_uids.clone() };
-        let config = Config::default().timeout(self.timeout).trust(trust).cancel(cancel);
-        let client = Client::connect(path, &config).map_err(|error| found.complete(error))?;
-        Ok((client, path.to_owned()))
+        broker_at(self.socket.as_deref(), &Config::default().timeout(self.timeout).trust(trust).cancel(cancel))
     }
+}
+
+/// Connects to the broker at a socket, or at the default one. Returns the socket's path too.
+///
+/// # Errors
+/// As [`Client::connect`].
+pub(super) fn broker_at(socket: Option<&Path>, config: &Config) -> Result<(Client, PathBuf)> {
+    let found = BrokerPath::find(socket)?;
+    let path = found.path();
+    let client = Client::connect(path, config).map_err(|error| found.complete(error))?;
+    Ok((client, path.to_owned()))
 }
 
 /// The steps of a command with their times.

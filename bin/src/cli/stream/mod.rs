@@ -20,6 +20,7 @@ use nix::{
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
+    broker::Client,
     channel::{Cancel, Trust},
     driver::{Choice, Driver},
     error::{Error, Result},
@@ -29,7 +30,9 @@ use vmmfd::{
 
 pub(super) use self::{publish::PubOptions, subscribe::SubOptions};
 use super::{
-    Exit, Output, leave_open,
+    Exit, Output,
+    broker::broker_at,
+    leave_open,
     options::{parse_timeout, parse_uid},
     raise_file_limit,
     report::ErrorSummary,
@@ -61,6 +64,10 @@ struct StreamOptions {
     #[arg(long, value_name = "PATH", conflicts_with = "topic", help_heading = "Meeting")]
     at: Option<PathBuf>,
 
+    /// Unix socket of the topic's broker [default: as `vmmfd who`]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
+    socket: Option<PathBuf>,
+
     /// Other user that the peer may run as, besides this user and root; repeatable
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
@@ -73,12 +80,22 @@ struct StreamOptions {
 /// Where a publisher and its subscribers meet.
 enum Place {
     Socket(PathBuf),
+    Topic(Client, String),
 }
 
 impl StreamOptions {
-    fn place(&self) -> Result<Place> {
-        let problem = "topics are not supported yet: name a socket with --at PATH, and no topic";
-        self.at.clone().map(Place::Socket).ok_or_else(|| Error::Misuse { problem: problem.to_owned() })
+    fn place(&self, cancel: &Cancel) -> Result<Place> {
+        match (&self.at, &self.topic) {
+            (Some(path), _) => Ok(Place::Socket(path.clone())),
+            (None, Some(topic)) => {
+                let (client, _) = broker_at(self.socket.as_deref(), &self.config(cancel))?;
+                Ok(Place::Topic(client, topic.clone()))
+            }
+            (None, None) => {
+                let problem = "there is no place to meet: name a topic of a broker, or a socket with --at PATH";
+                Err(Error::Misuse { problem: problem.to_owned() })
+            }
+        }
     }
 
     fn start(&self, output: &Output, cancel: &Cancel) -> Result<Driver> {
@@ -117,6 +134,7 @@ impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Socket(path) => path.display().fmt(f),
+            Self::Topic(_, topic) => write!(f, "topic {topic}"),
         }
     }
 }

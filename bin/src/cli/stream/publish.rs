@@ -18,6 +18,7 @@ use vmmfd::{
     error::{Error, PeerError, Result},
     memory::{Device, Region},
     session::stream::{Event, PublishOptions, Publisher, PublisherStats, SubscriberInfo},
+    topic,
 };
 
 use super::{Durations, Pace, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
@@ -216,7 +217,7 @@ impl Tool for PubOptions {
     const REPORTS: &'static [Named] = &[("pub", document::<Stamped<PubReport>>)];
 
     fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
-        let place = self.stream.place()?;
+        let place = self.stream.place(cancel)?;
         let driver = self.stream.start(output, cancel)?;
         let device = Device::find(&driver, self.stream.device.unwrap_or_default())?;
         let mut options = PublishOptions::fixed(self.size, self.buffers as usize).history(self.history.into());
@@ -229,6 +230,7 @@ impl Tool for PubOptions {
         load_kernels(&device);
         match &place {
             Place::Socket(path) => publisher.listen(path)?,
+            Place::Topic(client, topic) => topic::open(client, topic, &publisher, None)?,
         }
         let on = units::device(device.name(), &device.prefixed_uuid(), false);
         let (size, rate) = (about(self.size), self.rate);

@@ -10,7 +10,8 @@ use vmmfd::{
     driver::Backend,
     error::{PeerError, Result},
     memory::Region,
-    session::stream::{MAX_HELD, MAX_QUEUE, Policy, Received, SubscribeOptions, Subscriber},
+    session::stream::{MAX_HELD, MAX_QUEUE, Policy, Received, Sample, SubscribeOptions, Subscriber},
+    topic::{Change, Follower, Topics, Update},
 };
 
 use super::{Durations, Pace, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
@@ -25,7 +26,7 @@ use crate::{
         report::{ErrorSummary, Stamped},
     },
     schema::{Named, document},
-    units::{about, count},
+    units::count,
 };
 
 /// Receives buffers from `vmmfd pub` and verifies every byte
@@ -70,8 +71,8 @@ fn parse_policy(text: &str) -> Result<Policy, String> {
 #[derive(Debug, Serialize, JsonSchema)]
 struct SubReport {
     backend: Backend,
-    /// The publisher's process.
-    publisher: i32,
+    /// The publisher's process. Null for a topic, whose publisher may change.
+    publisher: Option<i32>,
     delivered: u64,
     /// The publications between the first and the last delivered buffer that were not delivered.
     skipped: u64,
@@ -95,15 +96,9 @@ struct Tally {
 }
 
 impl SubOptions {
-    fn receive(&self, from: &Subscriber, tally: &mut Tally, cancel: &Cancel, progress: &Progress) -> Result<()> {
+    fn receive(&self, from: &Source, tally: &mut Tally, cancel: &Cancel, progress: &Progress) -> Result<()> {
         while !self.stream.is_complete(&tally.pace) {
-            let sample = match from.receive(self.stream.timeout)? {
-                Received::Sample(sample) => sample,
-                Received::Crashed(peer) => {
-                    return Err(PeerError::Gone { pid: peer.pid, purpose: "for a buffer" }.into());
-                }
-                _ => return Ok(()),
-            };
+            let Some((epoch, sample)) = from.receive(self.stream.timeout)? else { return Ok(()) };
             tally.latency.add(sample.age());
             if tally.pace.count == 0 {
                 load_kernels(sample.device());
@@ -111,7 +106,7 @@ impl SubOptions {
             // The check comes last: a publisher that reuses the buffer too early is found out.
             self.work.map_or(Ok(()), |work| sleep_until(cancel, Instant::now() + work))?;
             let (number, size) = (sample.number(), sample.size());
-            let pattern = pattern(from.epoch(), number);
+            let pattern = pattern(epoch, number);
             let (found, _) = EngineChoice::Auto.verify(&sample, 0, 0..size, pattern, &mut |_| cancel.check())?;
             if !found.passed() {
                 tally.torn += 1;
@@ -129,24 +124,65 @@ impl SubOptions {
     }
 }
 
+/// Where buffers come from.
+enum Source {
+    Publisher(Subscriber),
+    Topic(Follower),
+}
+
+impl Source {
+    /// The next buffer, with the epoch of its publisher. `None` after the end of the stream.
+    fn receive(&self, timeout: Duration) -> Result<Option<(u64, Sample)>> {
+        match self {
+            Self::Publisher(from) => match from.receive(timeout)? {
+                Received::Sample(sample) => Ok(Some((from.epoch(), sample))),
+                Received::Crashed(peer) => Err(PeerError::Gone { pid: peer.pid, purpose: "for a buffer" }.into()),
+                _ => Ok(None),
+            },
+            Self::Topic(from) => loop {
+                let Update { epoch, change, topic, .. } = from.receive(timeout)?;
+                match change {
+                    Change::Sample(sample) => return Ok(Some((epoch, sample))),
+                    Change::Ended => return Ok(None),
+                    Change::Failed(error) => return Err(error),
+                    Change::Crashed(peer) => {
+                        tracing::warn!(%topic, pid = peer.pid, "the publisher is gone: waiting for another");
+                    }
+                    _ => {}
+                }
+            },
+        }
+    }
+}
+
 impl Tool for SubOptions {
     const NAME: &'static str = "sub";
 
     const REPORTS: &'static [Named] = &[("sub", document::<Stamped<SubReport>>)];
 
     fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
-        let place = self.stream.place()?;
+        let place = self.stream.place(cancel)?;
         let driver = self.stream.start(output, cancel)?;
         let options = SubscribeOptions::default().policy(self.policy).held(self.held).history(self.history);
         let wait = output.notice_wait(format!("waiting for a publisher at {place}"));
         let config = self.stream.config(cancel);
         let from = match &place {
-            Place::Socket(path) => Subscriber::connect(&driver, self.stream.device, path, &options, &config)?,
+            Place::Socket(path) => {
+                Source::Publisher(Subscriber::connect(&driver, self.stream.device, path, &options, &config)?)
+            }
+            Place::Topic(client, topic) => {
+                let topic = Topics::Named(topic);
+                Source::Topic(Follower::new(client, topic, &driver, self.stream.device, &options, &config)?)
+            }
         };
         drop(wait);
-        let (pid, size) = (from.peer().pid, from.buffer_size().map_or_else(|| "buffers".to_owned(), about));
         let (policy, backend) = (spelled(self.policy), driver.backend());
-        output.announce(format!("sub       subscribed  {size} of pid {pid}, {policy}, {backend}"))?;
+        let publisher = match &from {
+            Source::Publisher(from) => Some(from.peer().pid),
+            Source::Topic(_) => None,
+        };
+        let of = publisher.map_or_else(|| place.to_string(), |pid| format!("pid {pid}"));
+        output.announce(format!("sub       subscribed  {of}, {policy}, {backend}"))?;
         let mut tally = Tally::default();
         let outcome = self.receive(&from, &mut tally, cancel, progress);
         drop(from);
@@ -161,7 +197,7 @@ impl Tool for SubOptions {
         };
         let report = SubReport {
             backend,
-            publisher: pid,
+            publisher,
             delivered: tally.pace.count,
             skipped: tally.skipped,
             torn: tally.torn,
