@@ -138,7 +138,7 @@ fn option_hint(error: &Error) -> Option<&'static str> {
         Error::Socket(SocketError::NoBroker { .. }) => "start one with `vmmfd serve`, or name its socket with --socket",
         Error::Broker(BrokerError { code, .. }) => match code {
             RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read",
-            RefusalCode::Exists => "replace it with --replace, or use another name",
+            RefusalCode::Exists => "replace it with --replace if it is an object, or use another name",
             RefusalCode::Quota => "delete what is not needed, or raise the limit with `vmmfd serve --quota`",
             _ => return None,
         },

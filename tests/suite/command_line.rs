@@ -154,7 +154,7 @@ fn json_prints_one_object_whatever_happens() {
         (&["doctor", "--json", "--device", "9"], 3, "unsupported"),
         (&["doctor", "join", "--json", "--wait", "100ms", "--socket", socket], 4, "peer"),
         (&["devices", "--json", "stray"], 2, "usage"),
-        (&["pub", "--json", "camera"], 2, "usage"),
+        (&["pub", "--json"], 2, "usage"),
         (&["sub", "--json", "--timeout", "100ms", "--at", socket, "--backend", "cuda"], 4, "peer"),
         (&["serve", "--json", "--quota", "nope"], 2, "usage"),
         (&["serve", "--json", "--socket", "/nonexistent/s.sock"], 2, "usage"),

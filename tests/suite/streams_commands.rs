@@ -5,7 +5,10 @@ use std::{env, thread, time::Duration};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Ended, Meeting, Run, Running, wait_for};
+use crate::{
+    running::{Ended, Meeting, Run, Running, wait_for},
+    support::served::Served,
+};
 
 cases! {
     on crate::running::Meeting;
@@ -17,6 +20,7 @@ cases! {
     dead_publisher_is_a_failed_peer,
     flipped_byte_is_a_torn_buffer,
     stalled_subscribers_delay_nobody,
+    topics_outlive_their_publishers,
     ]
 }
 
@@ -160,12 +164,38 @@ fn refusals_are_one_sentence() {
     failed(&nobody, 4, "peer", "s.sock");
 }
 
+fn topics_outlive_their_publishers(meeting: Meeting) {
+    let served = Served::alone(&[]);
+    let start = |command: &str, options: &[&str]| {
+        let mut run = meeting.bare("vmmfd").env("VMMFD_BROKER_SOCKET", &served.path);
+        run.command.args([command, "camera/left", "--json", "--backend", meeting.backend()]).args(options);
+        run.start()
+    };
+    let publish = |options: &[&str]| {
+        let running = start("pub", &[&["--size", "70001", "--every", "10m"], options].concat());
+        wait_for("the publisher", || running.so_far().contains("publishing"));
+        running
+    };
+    let subscribing = start("sub", &["--policy", "every"]);
+    wait_for("the subscriber", || subscribing.so_far().contains("subscribed  topic camera/left"));
+    let first = publish(&["--subscribers", "1"]);
+    failed(&start("pub", &[]).end(), 1, "object", "the topic `camera/left` has a publisher");
+    let client = served.client();
+    wait_for("a buffer", || client.who("").unwrap().topics[0].followers == 1);
+    first.signal(Signal::SIGKILL);
+    drop(first.end());
+    wait_for("the end of the topic", || client.who("").unwrap().topics.is_empty());
+    let second = publish(&["--subscribers", "1", "--count", "20"]).end().code(0).json();
+    let report = subscribing.end().code(0).json();
+    assert!(report["delivered"].as_u64() >= Some(20) && report["torn"] == 0, "{report}");
+    assert_eq!((&only(&second)["delivered"], &report["publisher"]), (&json!(20), &Value::Null));
+}
+
 #[test]
 fn wrong_options_are_one_sentence() {
     let meeting = Meeting::host();
     for (arguments, words) in [
-        (&["pub", "camera"][..], "topics are not supported yet: name a socket with --at PATH"),
-        (&["sub"], "name a socket with --at PATH"),
+        (&["sub"][..], "name a topic of a broker, or a socket with --at PATH"),
         (&["sub", "camera", "--at", "s.sock"], "cannot be used with"),
         (&["pub", "--at", "s.sock", "--rate", "0"], "`0` is not a rate: write buffers per second"),
         (&["pub", "--at", "s.sock", "--rate", "nan"], "`nan` is not a rate"),
@@ -182,6 +212,9 @@ fn wrong_options_are_one_sentence() {
         run.command.args(arguments);
         run.end().code(2).says(words);
     }
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(["pub", "camera", "--timeout", "100ms", "--socket"]).arg(meeting.socket());
+    run.end().code(4).says("no broker on").says("name its socket with --socket");
 }
 
 #[test]

@@ -22,7 +22,7 @@ use crate::{
     units::about,
 };
 
-/// Shows which processes hold which objects of a broker, and which publish and follow topics
+/// Shows who holds the objects and publishes the topics of a broker
 ///
 /// A claim is the right of a process to create an object for which others wait: it delays them until it ends. Other users' claims are shown on
 /// names that this user may read or waits for, or if PREFIX is the whole name.

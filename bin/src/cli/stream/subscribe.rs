@@ -26,7 +26,7 @@ use crate::{
         report::{ErrorSummary, Stamped},
     },
     schema::{Named, document},
-    units::count,
+    units::{about, count},
 };
 
 /// Receives buffers from `vmmfd pub` and verifies every byte
@@ -177,11 +177,13 @@ impl Tool for SubOptions {
         };
         drop(wait);
         let (policy, backend) = (spelled(self.policy), driver.backend());
-        let publisher = match &from {
-            Source::Publisher(from) => Some(from.peer().pid),
-            Source::Topic(_) => None,
+        let (of, publisher) = match &from {
+            Source::Publisher(from) => {
+                let (size, pid) = (from.buffer_size().map_or_else(|| "buffers".to_owned(), about), from.peer().pid);
+                (format!("{size} of pid {pid}"), Some(pid))
+            }
+            Source::Topic(_) => (place.to_string(), None),
         };
-        let of = publisher.map_or_else(|| place.to_string(), |pid| format!("pid {pid}"));
         output.announce(format!("sub       subscribed  {of}, {policy}, {backend}"))?;
         let mut tally = Tally::default();
         let outcome = self.receive(&from, &mut tally, cancel, progress);
