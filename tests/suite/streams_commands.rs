@@ -274,3 +274,53 @@ fn stalled_subscribers_delay_nobody(meeting: Meeting) {
     assert_eq!((&report["published"], &report["starved"]), (&json!(seconds * 200), &json!(0)));
     eprintln!("{healthy}\nalone: {alone}\nwith 4 subscribers: {report}");
 }
+
+mod namespaces {
+    use super::*;
+
+    /// As in two containers that share a folder: other processes, mounts, users, and no network.
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
+    fn containers_share_streams() {
+        let (meeting, served) = (Meeting::host(), Served::alone(&["--allow-uid", "65534"]));
+        let start = |command: &str, options: &[&str], inside: bool| {
+            let mut run = meeting.bare("vmmfd").env("VMMFD_BROKER_SOCKET", &served.path);
+            run.command.args([command, "camera", "--json", "--backend", "host", "--allow-uid", "65534"]).args(options);
+            if !inside {
+                return run.start();
+            }
+            let kinds =
+                ["--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--net"];
+            let mut outer = std::process::Command::new("unshare");
+            outer.args(kinds).arg(run.command.get_program()).args(run.command.get_args());
+            let environment =
+                run.command.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));
+            outer.envs(environment.collect::<Vec<_>>());
+            run.instead(outer).start()
+        };
+        let publishing = start("pub", &["--size", "70001", "--buffers", "11", "--every", "10m"], false);
+        wait_for("the publisher", || publishing.so_far().contains("publishing"));
+        let client = served.client();
+        let followers = || client.who("").unwrap().topics[0].followers;
+        // The pool has room for one of them at a time.
+        for round in 0..3 {
+            let killed = start("sub", &["--held", "8", "--work", "1h"], true);
+            wait_for("a follower", || followers() == 1);
+            thread::sleep(Duration::from_millis(20 * round));
+            killed.signal(Signal::SIGKILL);
+            drop(killed.end());
+            wait_for("its room", || {
+                let ended = start("sub", &["--held", "8", "--policy", "every", "--count", "50"], true).end();
+                let has_room = ended.status.success();
+                if has_room {
+                    assert_eq!(counts(&ended.json()), [50, 0, 0]);
+                } else {
+                    assert!(ended.stderr.contains("the pool would need"), "{}", ended.stderr);
+                }
+                has_room
+            });
+        }
+        publishing.signal(Signal::SIGTERM);
+        publishing.end().code(0);
+    }
+}
