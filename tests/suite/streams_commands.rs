@@ -15,6 +15,7 @@ cases! {
     every backend: [
     two_subscribers_end_with_the_publisher,
     count_ends_a_subscriber,
+    history_reaches_a_late_subscriber,
     killed_subscriber_does_not_end_the_publisher,
     signals_end_both_in_order,
     dead_publisher_is_a_failed_peer,
@@ -88,16 +89,27 @@ fn two_subscribers_end_with_the_publisher(meeting: Meeting) {
 }
 
 fn count_ends_a_subscriber(meeting: Meeting) {
-    let publishing = publisher(&meeting, &["--history", "3"]);
-    for options in [&["--count", "1"][..], &["--count", "5", "--policy", "queue:9", "--history", "3"]] {
-        let report = vmmfd(&meeting, "sub", options).end().code(0).json();
-        assert_eq!((&report["delivered"], &report["torn"]), (&json!(options[1].parse::<u64>().unwrap()), &json!(0)));
+    let publishing = publisher(&meeting, &[]);
+    for (count, options) in [("1", &["--work", "300ms"][..]), ("5", &["--policy", "queue:9"])] {
+        let ended = vmmfd(&meeting, "sub", &[&["--count", count], options].concat()).end();
+        let report = ended.code(0).json();
+        assert_eq!((report["delivered"].to_string(), &report["torn"]), (count.to_owned(), &json!(0)));
+        assert!(ended.took >= Duration::from_millis(300) || options[0] != "--work", "{:?}", ended.took);
     }
     publishing.signal(Signal::SIGTERM);
     let report = publishing.end().code(0).json();
     let lines = report["subscribers"].as_array().unwrap();
     assert!(lines.iter().all(|line| line["state"] == "left"), "{report}");
     assert_eq!((lines.len(), &lines[1]["policy"]), (2, &json!("queue:9")));
+}
+
+fn history_reaches_a_late_subscriber(meeting: Meeting) {
+    // The second buffer would follow after 1000 s.
+    let _publishing = publisher(&meeting, &["--rate", "0.001", "--history", "1"]);
+    for _ in 0..2 {
+        let sub = vmmfd(&meeting, "sub", &["--count", "1", "--history", "1", "--timeout", "60s"]).end();
+        assert_eq!(counts(&sub.code(0).json()), [1, 0, 0]);
+    }
 }
 
 fn killed_subscriber_does_not_end_the_publisher(meeting: Meeting) {
@@ -152,8 +164,8 @@ fn refusals_are_one_sentence() {
     let meeting = Meeting::host();
     let publishing = publisher(&meeting, &["--buffers", "3"]);
     for (options, words) in [
-        (["--policy", "every"], "the policy `every` is not allowed here"),
-        (["--held", "4"], "the pool would need 6 buffers, and it has 3"),
+        (["--count", "1", "--policy", "every"], "the policy `every` is not allowed here"),
+        (["--count", "1", "--held", "4"], "the pool would need 6 buffers, and it has 3"),
     ] {
         failed(&vmmfd(&meeting, "sub", &options).end(), 4, "peer", words);
     }

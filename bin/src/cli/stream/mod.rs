@@ -111,11 +111,6 @@ impl StreamOptions {
         Config::default().timeout(self.timeout).trust(trust).cancel(cancel)
     }
 
-    /// Whether the command has handled all buffers.
-    fn is_complete(&self, pace: &Pace) -> bool {
-        self.count == Some(pace.count)
-    }
-
     /// Prints the error of the command. A signal is one only if --count asks for more buffers.
     fn failure(&self, outcome: Result<()>) -> (Option<ErrorSummary>, Exit) {
         match outcome {
@@ -176,13 +171,15 @@ fn sleep_until(cancel: &Cancel, due: Instant) -> Result<()> {
     }
 }
 
-/// Counts durations in buckets of at most 1/32 of their value.
+/// Counts events and their durations, in buckets of at most 1/32 of a duration.
 #[derive(Debug, Default)]
 struct Durations {
     /// By the least duration of the bucket in microseconds.
-    counts: BTreeMap<u64, u64>,
-    all: u64,
+    buckets: BTreeMap<u64, u64>,
+    count: u64,
     max: u64,
+    /// The times of the first and the last event.
+    span: Option<(Instant, Instant)>,
 }
 
 /// Durations in microseconds.
@@ -197,15 +194,24 @@ impl Durations {
     fn add(&mut self, duration: Duration) {
         let us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
         let shift = (u64::BITS - us.leading_zeros()).saturating_sub(6);
-        *self.counts.entry(us >> shift << shift).or_default() += 1;
-        self.all += 1;
+        *self.buckets.entry(us >> shift << shift).or_default() += 1;
+        self.count += 1;
         self.max = self.max.max(us);
+        let now = Instant::now();
+        self.span = Some((self.span.map_or(now, |(first, _)| first), now));
+    }
+
+    /// Events per second.
+    fn rate(&self) -> f64 {
+        let seconds = self.span.map_or(0.0, |(first, last)| (last - first).as_secs_f64());
+        let rate = if seconds > 0.0 { (self.count - 1) as f64 / seconds } else { 0.0 };
+        (rate * 100.0).round() / 100.0
     }
 
     fn quantiles(&self) -> Quantiles {
         let at = |percent: u64| {
-            let mut left = (self.all * percent).div_ceil(100);
-            let found = self.counts.iter().find(|(_, count)| {
+            let mut left = (self.count * percent).div_ceil(100);
+            let found = self.buckets.iter().find(|(_, count)| {
                 left = left.saturating_sub(**count);
                 left == 0
             });
@@ -222,28 +228,6 @@ impl fmt::Display for Quantiles {
     }
 }
 
-/// Counts buffers and their rate.
-#[derive(Debug, Default)]
-struct Pace {
-    count: u64,
-    span: Option<(Instant, Instant)>,
-}
-
-impl Pace {
-    fn add(&mut self) {
-        let now = Instant::now();
-        self.count += 1;
-        self.span = Some((self.span.map_or(now, |(first, _)| first), now));
-    }
-
-    /// Buffers per second.
-    fn rate(&self) -> f64 {
-        let seconds = self.span.map_or(0.0, |(first, last)| (last - first).as_secs_f64());
-        let rate = if seconds > 0.0 { (self.count - 1) as f64 / seconds } else { 0.0 };
-        (rate * 100.0).round() / 100.0
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -257,7 +241,7 @@ mod tests {
         assert!((4_840..=5_000).contains(&p50) && (9_590..=9_900).contains(&p99) && max == 10_000, "{p50} {p99} {max}");
         durations.add(Duration::MAX);
         assert_eq!(durations.quantiles().max, u64::MAX);
-        assert!(durations.counts.len() < 32 * 64);
+        assert!(durations.buckets.len() < 32 * 64);
     }
 
     #[test]

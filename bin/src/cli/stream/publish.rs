@@ -21,7 +21,7 @@ use vmmfd::{
     topic,
 };
 
-use super::{Durations, Pace, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
+use super::{Durations, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
 use crate::{
     check::pattern::EngineChoice,
     cli::{
@@ -120,7 +120,6 @@ struct Line {
 
 #[derive(Debug, Default)]
 struct Tally {
-    pace: Pace,
     late: Durations,
     calls: Durations,
     starved: u64,
@@ -170,7 +169,7 @@ impl PubOptions {
         }
         let period = Duration::from_secs_f64(1.0 / self.rate);
         let mut due = Instant::now();
-        while !self.stream.is_complete(&tally.pace) {
+        while self.stream.count != Some(tally.calls.count) {
             sleep_until(cancel, due)?;
             let now = Instant::now();
             let late = now - due;
@@ -186,7 +185,7 @@ impl PubOptions {
                 loan => loan?,
             };
             let waited = now.elapsed();
-            let pattern = pattern(publisher.epoch(), tally.pace.count + 1);
+            let pattern = pattern(publisher.epoch(), tally.calls.count + 1);
             EngineChoice::Auto.write(&loan, 0, 0..self.size, pattern, &mut |_| cancel.check())?;
             if self.corrupt {
                 let mut byte = [0];
@@ -196,19 +195,15 @@ impl PubOptions {
             let filled = Instant::now();
             loan.publish(&[])?;
             tally.calls.add(waited + filled.elapsed());
-            tally.pace.add();
             let subscribed = tally.look(publisher, &publisher.stats()?);
             progress.status(|| {
-                let Pace { count, .. } = tally.pace;
-                format!("{count} published, {:.1} per second, {}", tally.pace.rate(), to(subscribed))
+                let (count, rate) = (tally.calls.count, tally.calls.rate());
+                let subscribers = units::count(subscribed as u64, "subscriber");
+                format!("{count} published, {rate:.1} per second, to {subscribers}")
             });
         }
         Ok(())
     }
-}
-
-fn to(subscribers: usize) -> String {
-    format!("to {}", units::count(subscribers as u64, "subscriber"))
 }
 
 impl Tool for PubOptions {
@@ -256,8 +251,8 @@ impl Tool for PubOptions {
         let report = PubReport {
             backend: driver.backend(),
             size: self.size,
-            published: tally.pace.count,
-            rate: tally.pace.rate(),
+            published: tally.calls.count,
+            rate: tally.calls.rate(),
             late_us: tally.late.quantiles(),
             calls_us: tally.calls.quantiles(),
             starved: tally.starved,

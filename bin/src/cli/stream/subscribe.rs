@@ -14,7 +14,7 @@ use vmmfd::{
     topic::{Change, Follower, Topics, Update},
 };
 
-use super::{Durations, Pace, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
+use super::{Durations, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
 use crate::{
     check::pattern::{EngineChoice, Verification},
     cli::{
@@ -87,7 +87,6 @@ struct SubReport {
 
 #[derive(Debug, Default)]
 struct Tally {
-    pace: Pace,
     skipped: u64,
     latency: Durations,
     torn: u64,
@@ -97,10 +96,10 @@ struct Tally {
 
 impl SubOptions {
     fn receive(&self, from: &Source, tally: &mut Tally, cancel: &Cancel, progress: &Progress) -> Result<()> {
-        while !self.stream.is_complete(&tally.pace) {
+        while self.stream.count != Some(tally.latency.count) {
             let Some((epoch, sample)) = from.receive(self.stream.timeout)? else { return Ok(()) };
-            tally.latency.add(sample.age());
-            if tally.pace.count == 0 {
+            let age = sample.age();
+            if tally.latency.count == 0 {
                 load_kernels(sample.device());
             }
             // The check comes last: a publisher that reuses the buffer too early is found out.
@@ -113,11 +112,11 @@ impl SubOptions {
                 tally.first.get_or_insert((number, found));
             }
             tally.skipped += sample.skipped_before();
-            tally.pace.add();
+            tally.latency.add(age);
             sample.give_back()?;
             progress.status(|| {
-                let Tally { pace, skipped, torn, .. } = &*tally;
-                format!("{} received, {:.1} per second, {skipped} skipped, {torn} torn", pace.count, pace.rate())
+                let Tally { latency, skipped, torn, .. } = &*tally;
+                format!("{} received, {:.1} per second, {skipped} skipped, {torn} torn", latency.count, latency.rate())
             });
         }
         Ok(())
@@ -191,7 +190,7 @@ impl Tool for SubOptions {
         progress.close();
         let (error, exit) = match &tally.first {
             Some(first) => {
-                let error = torn(tally.torn, tally.pace.count, first);
+                let error = torn(tally.torn, tally.latency.count, first);
                 error.complain();
                 (Some(error), Exit::Mismatch)
             }
@@ -200,10 +199,10 @@ impl Tool for SubOptions {
         let report = SubReport {
             backend,
             publisher,
-            delivered: tally.pace.count,
+            delivered: tally.latency.count,
             skipped: tally.skipped,
             torn: tally.torn,
-            rate: tally.pace.rate(),
+            rate: tally.latency.rate(),
             latency_us: tally.latency.quantiles(),
             error,
         };
