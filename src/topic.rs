@@ -1,7 +1,7 @@
 //! Topics: a broker introduces the publishers and subscribers of streams, and then steps out of the way.
 //!
 //! A topic has the form of an object's name, and one publisher at a time. A follower receives from one topic, or from all topics with a
-//! prefix, and stays through the ends of publishers and of the broker.
+//! prefix, and continues when a publisher or the broker dies.
 //!
 //! ```
 //! use std::time::Duration;
@@ -66,14 +66,14 @@ use crate::{
     sys::{above_standard, eventfd, fork::ProcessIdentity, lock, thread::spawn},
 };
 
-/// The most topics whose last publisher is remembered after its end.
+/// The most topics whose last publisher is remembered after it is gone.
 const MAX_EPOCHS: usize = 10_000;
 
 /// The pause after an attempt that the broker refused.
 const PAUSE: Duration = Duration::from_millis(250);
 
 /// Lets a broker introduce subscribers to a publisher, until the publisher finishes or is dropped. Blocks until the broker has answered.
-/// If the broker dies, the streams go on, and new subscribers wait for its successor. `mode` has the bits of [`Put`](crate::broker::Put)'s
+/// If the broker dies, the streams continue, and new subscribers wait for its successor. `mode` has the bits of [`Put`](crate::broker::Put)'s
 /// for reading: by default only this user follows the topic. A publisher may have several topics.
 ///
 /// # Errors
@@ -132,7 +132,7 @@ pub struct Update {
 pub enum Change {
     /// The first publisher has been joined.
     Joined,
-    /// Another publisher has been joined. Its publications are numbered anew, and its format may differ.
+    /// Another publisher has been joined. Its publications have the numbers from 1 again, and its format can differ.
     Reset,
     /// A buffer.
     Sample(Sample),
@@ -159,7 +159,7 @@ struct State {
     /// The publishers that are joined or being joined, by topic.
     epochs: HashMap<Arc<str>, u64>,
     updates: VecDeque<Update>,
-    /// Where the next search for a buffer begins, so that no publisher is preferred.
+    /// The place of the next search for a buffer, so that no publisher is preferred.
     turn: usize,
 }
 
@@ -352,7 +352,7 @@ impl Drop for Joins {
     }
 }
 
-/// A thread that receives introductions. Dropping it ends the thread.
+/// A thread that receives introductions. The drop stops the thread.
 #[derive(Debug)]
 struct Worker {
     cancel: Cancel,

@@ -159,7 +159,7 @@ impl Member {
         if let Some(token) = self.socket_token.take() {
             hub.core.remove(token, socket.as_fd());
         }
-        // The shutdown shows the peer the end even if a fork of this process has a copy of the socket.
+        // The shutdown is visible to the peer even if a fork of this process has a copy of the socket.
         if !is_drained(&socket) {
             close_elsewhere(socket);
         }
@@ -266,7 +266,7 @@ impl Member {
                 self.retire(true, |number| held.contains(&number), desk);
                 Ok(())
             }
-            // It may still give buffers back, and read them until then.
+            // It can still read its buffers, and give them back.
             (_, Message::Error(_)) => {
                 self.count_late()?;
                 self.retire(false, |_| true, desk);
@@ -497,7 +497,7 @@ fn send_format(socket: &RecordSocket, format: &FormatRecord) -> io::Result<()> {
     send_raw(socket.stream(), &format.bytes, &fds)
 }
 
-/// Closes a socket in a thread of its own: the kernel closes the descriptors in its queue with it, and this can block.
+/// Closes a socket in a separate thread: the kernel also closes the descriptors in its queue, and this can block.
 fn close_elsewhere(socket: RecordSocket) {
     let socket = ManuallyDrop::new(socket);
     if let Err(error) = spawn("vmmfd-closer", move || drop(ManuallyDrop::into_inner(socket))) {

@@ -254,7 +254,8 @@ impl Publisher {
 
     /// Completes the stream: no more buffers can be published, and each subscriber receives
     /// [`Received::Ended`](super::Received::Ended) behind the buffers that wait for it. Waits until all subscribers have received and
-    /// given back everything, at most this long, and returns the use of the pool at that time.
+    /// given back everything, at most this long, and returns the use of the pool at that time. It does not wait if the configuration's
+    /// request to cancel was made before: to finish after a signal, create the publisher with another request.
     ///
     /// # Errors
     /// [`Error::Interrupted`]; [`Error::System`]. Subscribers then see a crash.
