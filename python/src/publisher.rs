@@ -143,7 +143,7 @@ impl Publisher {
         let event = self.side.run(py, |publisher| Ok(publisher.event()))?;
         Ok(event.map(|event| match event {
             Event::Joined(of) => ("joined", Some(subscriber(&of)), None, Vec::new()),
-            Event::Left { subscriber: of, orderly } => ("left", Some(subscriber(&of)), Some(orderly), Vec::new()),
+            Event::Left { subscriber: of, orderly, .. } => ("left", Some(subscriber(&of)), Some(orderly), Vec::new()),
             Event::Evicted(of) => ("evicted", Some(subscriber(&of)), None, Vec::new()),
             Event::Starved { by } => ("starved", None, None, by.iter().map(usage).collect()),
             _ => ("other", None, None, Vec::new()),
