@@ -70,9 +70,10 @@ fn cargo(arguments: &[String]) -> Result<(), String> {
             "--bin" | "--test" | "--bench" => manifest.contains(&format!("name = \"{}\"", named()?)),
             "--features" => manifest.contains(&format!("\n{} = [", named()?)),
             "--path" => ["bin", "tests/bench"].contains(&named()?.as_str()),
+            "--manifest-path" => named()?.starts_with("../"),
             "-p" => manifest.contains(&format!("name = \"{}\"", named()?)),
             word => {
-                let mut known = "run test bench doc install build vmmfd --open --locked --workspace".split(' ');
+                let mut known = "run test bench doc install build vmmfd --open --locked --quiet --workspace".split(' ');
                 known.any(|known| known == word)
             }
         };
