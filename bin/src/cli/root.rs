@@ -145,7 +145,7 @@ fn with_output(command: clap::Command) -> clap::Command {
 fn output_of(matches: &clap::ArgMatches) -> Result<Output, clap::Error> {
     match matches.subcommand() {
         Some((_, matches)) => output_of(matches),
-        None if matches.try_contains_id("json").is_ok() => Output::from_arg_matches(matches),
+        None if matches.try_contains_id("json").unwrap_or(false) => Output::from_arg_matches(matches),
         None => Ok(Output::default()),
     }
 }
