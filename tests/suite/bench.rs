@@ -52,11 +52,20 @@ fn handoffs_are_measured(meeting: Meeting) {
         ("repeat", &["record", "vmmfd again"]),
         ("verify", &["host fill", "host verify", "gpu fill, kernel", "gpu verify", "load kernels, compiled"]),
         ("stages", &["create", "export, anchor", "map", "unmap", "import", "set access", "release"]),
+        (
+            "stream",
+            &["publication to receipt", "publication to the last receipt", "publisher's CPU, without", "skipped"],
+        ),
         ("copies", &["in, memcpy", "in", "out, memcpy", "out"]),
     ] {
         let report = report(&meeting, group, names);
         let at_once = report["rows"].as_array().unwrap().iter().filter(|row| row["consumers"] == 2);
-        assert_eq!(at_once.count(), if ["handoff", "repeat"].contains(&group) { 2 } else { 0 }, "{report}");
+        let expected = match group {
+            "handoff" | "repeat" => 2,
+            "stream" => 8,
+            _ => 0,
+        };
+        assert_eq!(at_once.count(), expected, "{report}");
         let left_out = report["left_out"].as_array().unwrap();
         let left_out = left_out.iter().any(|text| text.as_str().unwrap().starts_with("handoff, 1 PiB: "));
         assert_eq!(left_out, group == "handoff", "{report}");
@@ -93,7 +102,10 @@ fn text_fits_80_columns() {
 fn failures_are_one_sentence() {
     let meeting = Meeting::fake();
     for (options, why) in [
-        (&["everything"][..], "[possible values: startup, handoff, repeat, verify, stages, copies, broker, all]"),
+        (
+            &["everything"][..],
+            "[possible values: startup, handoff, repeat, verify, stages, copies, broker, stream, all]",
+        ),
         (&["--size", "0"], "`0` is no memory"),
         (&["--clients", "0"], "0 is not in 1..=1024"),
         (&["--backend", "auto"], "[possible values: cuda, host]"),

@@ -200,6 +200,10 @@ impl Taker {
                 // Longer than any description.
                 self.line.receive_bare(&mut [0; 8192])?;
             }
+            Request::Follow => {
+                self.ready()?;
+                return Ok(json!(self.follow()?));
+            }
             Request::Connect { socket } => self.client = Some(Client::connect(&socket, &self.config)?),
             Request::Get { name, array } => time = self.get(name, array.as_deref())?,
             Request::Switch { bare } => {
@@ -310,6 +314,21 @@ impl Taker {
         match received {
             Received::Sample(sample) if sample.size() >= size => Ok(at),
             _ => Err(not_prepared()),
+        }
+    }
+
+    /// Receives publications and gives them back, until one without a time.
+    fn follow(&self) -> Result<Vec<(u64, f64)>> {
+        let subscriber = self.subscriber.as_ref().ok_or_else(not_prepared)?;
+        let mut all = Vec::new();
+        loop {
+            let received = subscriber.receive(self.config.timeout)?;
+            let at = now();
+            let Received::Sample(sample) = received else { return Err(not_prepared()) };
+            let Some(begun) = sample.user().first_chunk() else { return Ok(all) };
+            // Rounded, so that all fit into a record.
+            let took = at.saturating_sub(u64::from_ne_bytes(*begun)) as f64 / 1e3;
+            all.push((sample.number(), (took * 10.0).round() / 10.0));
         }
     }
 

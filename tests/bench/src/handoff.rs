@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// The buffers of a stream beyond those that the consumers hold: a loan, and the last.
-const COPIES: usize = 2;
+pub(crate) const COPIES: usize = 2;
 
 /// Memory at the producer, of one size.
 #[derive(Default)]
@@ -198,6 +198,16 @@ impl Pair {
         self.memory.shared.as_deref().ok_or_else(not_prepared)
     }
 
+    /// The processes of the consumers.
+    pub(crate) fn peers(&self) -> impl Iterator<Item = &Peer> {
+        self.consumers.iter().map(|consumer| &consumer.peer)
+    }
+
+    /// The publisher of [`Way::Again`].
+    pub(crate) fn publisher(&self) -> Result<&Publisher> {
+        self.publisher.as_ref().ok_or_else(not_prepared)
+    }
+
     /// The only consumer.
     pub(crate) fn peer(&self) -> &Peer {
         &self.consumers[0].peer
@@ -247,10 +257,7 @@ impl Pair {
 
 /// Measures the group with each number of consumers, at each size.
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let mut numbers = run.options.consumers.clone();
-    numbers.sort_unstable();
-    numbers.dedup();
-    for consumers in numbers {
+    for consumers in run.consumers() {
         let mut pair = Pair::start(run, consumers)?;
         let copies = if run.group == Group::Repeat { COPIES as u64 + u64::from(consumers) } else { 1 };
         for size in run.sizes(&pair.device, copies)? {

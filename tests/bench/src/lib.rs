@@ -17,6 +17,7 @@ mod process;
 mod report;
 mod run;
 mod startup;
+mod stream;
 
 use std::process::ExitCode;
 
@@ -44,7 +45,7 @@ pub fn main() -> ExitCode {
 type Measure = fn(&mut Run<'_>) -> Result<()>;
 
 /// The groups in the order of a run. `startup` is first: this process has not started the driver then.
-const GROUPS: [(Group, Measure); 7] = [
+const GROUPS: [(Group, Measure); 8] = [
     (Group::Startup, startup::measure),
     (Group::Handoff, handoff::measure),
     (Group::Repeat, handoff::measure),
@@ -52,6 +53,7 @@ const GROUPS: [(Group, Measure); 7] = [
     (Group::Stages, calls::stages),
     (Group::Copies, calls::copies),
     (Group::Broker, broker::measure),
+    (Group::Stream, stream::measure),
 ];
 
 impl Tool for BenchOptions {

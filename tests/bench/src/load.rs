@@ -25,7 +25,7 @@ const GETS: usize = 10;
 const MOST_GETS: usize = 5000;
 
 /// The most GPU memory of a process with a context.
-const CONTEXT: u64 = 640 << 20;
+pub(crate) const CONTEXT: u64 = 640 << 20;
 
 /// The time until the first get, and for each client, in nanoseconds: all clients have received the request.
 const HEAD_START: u64 = 20_000_000;

@@ -19,7 +19,7 @@ pub(crate) struct BenchOptions {
     #[arg(value_name = "GROUP", default_value = "all")]
     pub(crate) group: Group,
 
-    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB, and for broker 2MiB,1GiB,8GiB,64GiB; on the host backend 2MiB,64MiB]
+    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB, and for broker 2MiB,1GiB,8GiB,64GiB; for stream and on the host backend 2MiB,64MiB]
     #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size, help_heading = "Buffer")]
     pub(crate) size: Vec<u64>,
 
@@ -36,8 +36,8 @@ pub(crate) struct BenchOptions {
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     pub(crate) device: Selector,
 
-    /// Numbers of concurrent consumers of a handoff, separated by commas
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
+    /// Numbers of concurrent consumers, separated by commas [default: 1, and for stream 1,4,16,64]
+    #[arg(long, value_name = "N,...", value_delimiter = ',',
         value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Meeting")]
     pub(crate) consumers: Vec<u16>,
 

@@ -97,6 +97,9 @@ pub(crate) enum Request {
     Wake { size: u64 },
     /// Answer, then receive a record and close its descriptors.
     Receive,
+    /// Answer, then receive publications until one without a time. Answer the number of each, and the microseconds from its time to its
+    /// receipt.
+    Follow,
     /// Connect to the broker at this socket.
     Connect { socket: PathBuf },
     /// Get an object and map it, and an array of it if `array` is set.

@@ -32,6 +32,8 @@ pub(crate) enum Group {
     Copies,
     /// Objects of a broker, beside a handoff; many clients and objects
     Broker,
+    /// Publications to many subscribers at a fixed rate, and the publisher's CPU time
+    Stream,
     /// All of these
     All,
 }

@@ -29,6 +29,9 @@ const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const BROKER_SIZES: [u64; 4] = [2 << 20, 1 << 30, 8 << 30, 64 << 30];
 const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
 
+/// The subscribers of a stream without `--consumers`.
+const STREAM_CONSUMERS: [u16; 4] = [1, 4, 16, 64];
+
 /// A run of the groups.
 pub(crate) struct Run<'a> {
     pub(crate) options: &'a BenchOptions,
@@ -89,6 +92,16 @@ impl<'a> Run<'a> {
         self.options.count as usize
     }
 
+    /// The numbers of consumers to measure, without duplicates.
+    pub(crate) fn consumers(&self) -> Vec<u16> {
+        let default = if self.group == Group::Stream { &STREAM_CONSUMERS[..] } else { &[1] };
+        let chosen = &self.options.consumers;
+        let mut numbers = if chosen.is_empty() { default.to_vec() } else { chosen.clone() };
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers
+    }
+
     pub(crate) fn config(&self) -> Config {
         Config::default().timeout(self.options.timeout)
     }
@@ -107,7 +120,7 @@ impl<'a> Run<'a> {
         let granularity = device.granularity()?;
         let usable = self.usable(device)?;
         let default = match (self.options.backend, self.group) {
-            (Backend::Host, _) => &HOST_SIZES[..],
+            (Backend::Host, _) | (_, Group::Stream) => &HOST_SIZES[..],
             (Backend::Cuda, Group::Broker) => &BROKER_SIZES,
             (Backend::Cuda, _) => &GPU_SIZES,
         };

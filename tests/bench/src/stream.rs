@@ -1,0 +1,124 @@
+//! The group `stream`: publications at a fixed rate to several subscribers, each a process, and the publisher's CPU time.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::time::{ClockId, clock_gettime};
+use vmmfd::{error::Result, session::stream::Publisher};
+use vmmfd_cli::units::about;
+
+use crate::{
+    handoff::{COPIES, Pair},
+    load::CONTEXT,
+    process::{Request, Way, not_prepared, now},
+    report::About,
+    run::Run,
+};
+
+/// The time between two publications is two ticks: one with a publication, one without. All subscribers are asleep again after one.
+const TICK: Duration = Duration::from_millis(2);
+
+/// The most publications: a record reports the times of all.
+const MOST: usize = 3000;
+
+/// With one number of subscribers: the number, the publisher's CPU time for a publication, and the median until the last subscriber
+/// has it, in microseconds.
+type Measured = (u16, f64, f64);
+
+pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
+    let mut all: Vec<(u64, Vec<Measured>)> = Vec::new();
+    for subscribers in run.consumers() {
+        let needed = (u64::from(subscribers) + 1) * CONTEXT;
+        let free = run.usable(&run.device()?)?;
+        if run.is_cuda() && needed > free {
+            run.leave_out(format!(
+                "{subscribers} subscribers: they need {}, and {} are free",
+                about(needed),
+                about(free)
+            ));
+            continue;
+        }
+        let mut pair = Pair::start(run, subscribers)?;
+        for size in run.sizes(&pair.device, COPIES as u64 + u64::from(subscribers))? {
+            pair.prepare(size, 1, &[Way::Again])?;
+            let measured = publications(run, &pair, subscribers, size)?;
+            pair.clear()?;
+            match all.iter_mut().find(|(other, _)| *other == size) {
+                Some((_, of)) => of.push(measured),
+                None => all.push((size, vec![measured])),
+            }
+        }
+    }
+    for (size, of) in all {
+        let (Some(few), Some(many)) = (of.first(), of.last()) else { continue };
+        if few.0 < many.0 {
+            let more = f64::from(many.0 - few.0);
+            let numbers = [("publisher's CPU", (many.1 - few.1) / more), ("last receipt", (many.2 - few.2) / more)];
+            let named = |(what, number)| (format!("{}: each further subscriber, {what}", about(size)), number, "us");
+            run.derive(About { consumers: many.0, ..About::size(size) }, numbers.map(named).into())?;
+        }
+    }
+    Ok(())
+}
+
+/// Publishes to all subscribers of the pair.
+fn publications(run: &mut Run<'_>, pair: &Pair, subscribers: u16, size: u64) -> Result<Measured> {
+    const NAMES: [&str; 2] = ["publisher's CPU, with a publication", "publisher's CPU, without"];
+    let publisher = pair.publisher()?;
+    pair.peers().try_for_each(|peer| peer.call(&Request::Follow, &[]))?;
+    let mut rows = run.rounds(&format!("publishing {}", about(size)), &NAMES, MOST, |_| {
+        let publishes = tick(|| publish(publisher, &now().to_ne_bytes()))?;
+        Ok(vec![publishes, tick(|| Ok(()))?])
+    })?;
+    // A subscriber that still has a buffer would skip the next to last.
+    let deadline = Instant::now() + run.options.timeout;
+    while publisher.stats()?.subscribers.iter().any(|usage| usage.buffers > 0) && Instant::now() < deadline {
+        run.cancel.check()?;
+        thread::sleep(TICK);
+    }
+    publish(publisher, &[])?;
+    let count = rows[0].1.len();
+    let last = publisher.stats()?.published;
+    let mut receipts: Vec<(u64, f64)> = Vec::new();
+    for peer in pair.peers() {
+        receipts.extend(peer.receive::<Vec<(u64, f64)>>()?);
+    }
+    // Those of the warm-up are the first.
+    receipts.retain(|(number, _)| number + count as u64 >= last);
+    // By time, so that the report shows a drift.
+    receipts.sort_by_key(|(number, _)| *number);
+    let last_of = |of: &[(u64, f64)]| of.iter().map(|(_, took)| *took).fold(0.0, f64::max);
+    let lasts = receipts.chunk_by(|one, other| one.0 == other.0).map(last_of).collect();
+    let skipped = 1.0 - receipts.len() as f64 / (count as f64 * f64::from(subscribers));
+    let mean = |samples: &[f64]| samples.iter().sum::<f64>() / count as f64;
+    let cpu = mean(&rows[0].1) - mean(&rows[1].1);
+    let receipts = receipts.into_iter().map(|(_, took)| took).collect();
+    rows.splice(
+        0..0,
+        [("publication to receipt".to_owned(), receipts), ("publication to the last receipt".to_owned(), lasts)],
+    );
+    let of = About { consumers: subscribers, ..About::size(size) };
+    let medians = run.add(of, rows, None)?;
+    let numbers = [("publisher's CPU for a publication", cpu, "us"), ("skipped", skipped * 100.0, "%")];
+    run.derive(of, numbers.map(|(name, number, unit)| (name.to_owned(), number, unit)).into())?;
+    Ok((subscribers, cpu, medians[1]))
+}
+
+fn publish(publisher: &Publisher, user: &[u8]) -> Result<()> {
+    publisher.try_loan()?.ok_or_else(not_prepared)?.publish(user).map(drop)
+}
+
+/// The CPU time of this process's threads in microseconds, in a tick that begins with `work`.
+fn tick(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let (begun, cpu) = (Instant::now(), cpu());
+    work()?;
+    thread::sleep(TICK.saturating_sub(begun.elapsed()));
+    Ok(self::cpu() - cpu)
+}
+
+fn cpu() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3
+}
