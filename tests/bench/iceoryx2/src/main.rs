@@ -4,7 +4,7 @@
 use std::{
     env,
     error::Error,
-    io::{self, BufRead, BufReader},
+    io::{self, BufRead, BufReader, Write},
     process::{Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -44,14 +44,14 @@ fn follow(name: &str, subscribers: usize) -> Result<()> {
     let (frames, event) = services(&node, name, subscribers)?;
     let (subscriber, listener) = (frames.subscriber_builder().create()?, event.listener_builder().create()?);
     println!("ready");
-    let mut all = Vec::new();
+    let mut all = String::new();
     loop {
         listener.blocking_wait(|_| {})?;
         while let Some(sample) = subscriber.receive()? {
             let at = nanoseconds(ClockId::Monotonic);
             match *sample.user_header() {
-                0 => return Ok(all.iter().for_each(|took| println!("{took}"))),
-                begun => all.extend(at.checked_sub(begun).map(|took| took as f64 / 1e3)),
+                0 => return Ok(io::stdout().write_all(all.as_bytes())?),
+                begun => all.extend(at.checked_sub(begun).map(|took| format!("{}\n", took as f64 / 1e3))),
             }
         }
     }
