@@ -36,7 +36,7 @@ use crate::{
 
 /// A client of a broker.
 #[pyclass(name = "Client", module = "vmmfd._native", frozen, weakref)]
-pub(crate) struct Client(Arc<Connections>);
+pub(crate) struct Client(pub(crate) Arc<Connections>);
 
 #[pymethods]
 impl Client {

@@ -62,12 +62,20 @@ impl<T: Send + Sync + 'static> Side<T> {
         Self { open, closed: CloseFlag::default(), name, _tie: tie.counted(device) }
     }
 
+    /// Returns the value. Drop it without the GIL.
+    ///
+    /// # Errors
+    /// `ValueError` if it is closed, and in a fork.
+    pub(crate) fn get(&self) -> Outcome<Arc<Reaped<T>>> {
+        self.open.get(&format!("the {} is closed", self.name))
+    }
+
     /// Runs a call with the GIL released.
     ///
     /// # Errors
-    /// The errors of [`signals::run`]; `ValueError` if it is closed, and in a fork.
+    /// The errors of [`signals::run`] and [`Side::get`].
     pub(crate) fn run<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&T) -> Outcome<R> + Send) -> Outcome<R> {
-        let value = self.open.get(&format!("the {} is closed", self.name))?;
+        let value = self.get()?;
         let done = signals::run(py, &[&self.closed], move || {
             let done = work(&value);
             // The last reference, if it was closed meanwhile: without the GIL.

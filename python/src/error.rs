@@ -158,19 +158,27 @@ fn sentence(error: &Error) -> String {
     }
 }
 
+/// The name of an exception's class in `vmmfd._errors`, and its arguments.
+pub(crate) type Described = (String, String, &'static str, Option<Cow<'static, str>>);
+
+/// Describes an error of the library.
+pub(crate) fn described(error: &Error) -> Described {
+    (class_of(error), sentence(error), error.kind().as_str(), error.hint())
+}
+
 impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
-        let (class, message, kind, hint) = match failure {
+        let described = match failure {
             Failure::Python(error) => return error,
             Failure::Caller("TypeError", message) => return PyTypeError::new_err(message),
             Failure::Caller(class, message) => (class.to_owned(), message, "usage", None),
-            Failure::Library(error) => (class_of(&error), sentence(&error), error.kind().as_str(), error.hint()),
+            Failure::Library(error) => described(&error),
         };
-        Python::attach(|py| raise(py, &class, message, kind, hint).unwrap_or_else(|error| error))
+        Python::attach(|py| raise(py, described).unwrap_or_else(|error| error))
     }
 }
 
-fn raise(py: Python<'_>, class: &str, message: String, kind: &str, hint: Option<Cow<'static, str>>) -> PyResult<PyErr> {
+fn raise(py: Python<'_>, (class, message, kind, hint): Described) -> PyResult<PyErr> {
     static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let errors = ERRORS.get_or_try_init(py, || py.import("vmmfd._errors").map(Bound::unbind))?;
     let class = errors.bind(py).getattr(class)?;

@@ -40,6 +40,7 @@ mod subscriber;
 mod suspend;
 mod text;
 mod time;
+mod topics;
 mod torch_pool;
 mod waiting;
 mod walk;
@@ -80,6 +81,7 @@ mod native {
         signals::Stop,
         streams::Buffer,
         subscriber::Subscriber,
+        topics::TopicFollower,
         torch_pool::{
             check_read_only, make_read_only, torch_pool_close, torch_pool_figures, torch_pool_find,
             torch_pool_last_error, torch_pool_open,

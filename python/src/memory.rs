@@ -164,7 +164,7 @@ impl Tie {
     pub(crate) const IMPORTED: [(Self, &str); 3] = [
         (Self::Taken, "arrays of vmmfd.take"),
         (Self::Opened, "opened legacy handles"),
-        (Self::Subscribed, "subscribers and samples of vmmfd.subscribe"),
+        (Self::Subscribed, "subscribers, followers and samples of streams"),
     ];
 
     /// Memory of this process, and its name for users.

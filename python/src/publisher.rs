@@ -11,11 +11,14 @@ use vmmfd::{
     bindings::lock,
     memory::Region,
     session::stream::{self, Event, Format, Policy, PublishOptions, PublisherStats, SubscriberInfo, Usage},
+    topic,
 };
 
 use crate::{
     array,
+    client::Client,
     closing::Side,
+    connections::Purpose,
     device::{self, PyDevice},
     driver, dtype,
     error::{Failure, Outcome},
@@ -33,6 +36,8 @@ const ALIGNMENT: u64 = 256;
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct Offer<'py> {
+    /// Whether subscribers connect to a path or socket.
+    listens: bool,
     size: Option<u64>,
     room: u64,
     history: usize,
@@ -69,20 +74,22 @@ pub(crate) struct Publisher {
 
 #[pymethods]
 impl Publisher {
-    /// Allocates the pool, and accepts subscribers at a path, or the subscriber at the other end of a connected socket.
+    /// Allocates the pool, and accepts subscribers at a path, or the subscriber at the other end of a connected socket,
+    /// or none.
     #[new]
     fn new(py: Python<'_>, place: &Bound<'_, PyAny>, offer: Offer<'_>) -> Outcome<Self> {
         let options = offer.options()?;
         let config = streams::config(&offer.timeout, "timeout", offer.trust)?;
         let selector = offer.device.as_ref().map(device::selector).transpose()?;
         let backend: Option<Text> = offer.backend.map(|backend| backend.extract()).transpose()?;
-        let place = Place::of(place)?;
+        let place = offer.listens.then(|| Place::of(place)).transpose()?;
         let publisher = signals::run(py, &[], || {
             let device = driver::device(&driver::driver(backend.as_deref())?, selector)?;
             let publisher = stream::Publisher::create(&device, &options, &config)?;
             match place {
-                Place::Path(path) => publisher.listen(&path)?,
-                Place::Socket(socket) => publisher.admit(socket)?,
+                Some(Place::Path(path)) => publisher.listen(&path)?,
+                Some(Place::Socket(socket)) => publisher.admit(socket)?,
+                None => {}
             }
             Ok(publisher)
         })?;
@@ -99,6 +106,12 @@ impl Publisher {
     fn admit(&self, py: Python<'_>, socket: &Bound<'_, PyAny>) -> Outcome<()> {
         let socket = streams::socket(socket)?;
         self.side.run(py, |publisher| Ok(publisher.admit(socket)?))
+    }
+
+    /// Lets a broker introduce subscribers.
+    fn open_topic(&self, py: Python<'_>, broker: &Client, topic: Text, mode: Option<u16>) -> Outcome<()> {
+        let publisher = self.side.get()?;
+        broker.0.call(py, Purpose::Any, move |client| Ok(topic::open(client, &topic, &publisher, mode)?))
     }
 
     /// Describes the buffers that are published from now on. Returns the number of bytes that the arrays need.

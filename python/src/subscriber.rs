@@ -15,7 +15,11 @@ use vmmfd::{
     bindings::lock,
     channel::Peer,
     error::PeerError,
-    session::stream::{self, Policy, SubscribeOptions},
+    memory::Selector,
+    session::{
+        Config,
+        stream::{self, Policy, SubscribeOptions},
+    },
 };
 
 use crate::{
@@ -30,7 +34,7 @@ use crate::{
     time::required,
 };
 
-/// The options of a subscriber: a dict that `vmmfd._streams` has checked.
+/// The options of a subscriber or follower: a dict that `vmmfd._streams` has checked.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct Request<'py> {
@@ -43,6 +47,22 @@ pub(crate) struct Request<'py> {
     device: Option<Bound<'py, PyAny>>,
     backend: Option<Bound<'py, PyAny>>,
     wait: Bound<'py, PyAny>,
+}
+
+impl Request<'_> {
+    /// The options, the configuration, the device and the backend.
+    pub(crate) fn read(self) -> Outcome<(SubscribeOptions, Config, Option<Selector>, Option<Text>)> {
+        let policy = match (self.every, self.queue) {
+            (true, _) => Policy::Every,
+            (false, Some(length)) => Policy::Queue(length),
+            (false, None) => Policy::Latest,
+        };
+        let options = SubscribeOptions::default().policy(policy).held(self.held).history(self.history);
+        let config = streams::config(&self.wait, "wait", self.trust)?;
+        let selector = self.device.as_ref().map(device::selector).transpose()?;
+        let backend = self.backend.map(|backend| backend.extract()).transpose()?;
+        Ok((options, config, selector, backend))
+    }
 }
 
 /// The subscriber of a stream.
@@ -62,15 +82,7 @@ impl Subscriber {
     /// Connects to a publisher, and maps its pool.
     #[new]
     fn new(py: Python<'_>, place: &Bound<'_, PyAny>, request: Request<'_>) -> Outcome<Self> {
-        let policy = match (request.every, request.queue) {
-            (true, _) => Policy::Every,
-            (false, Some(length)) => Policy::Queue(length),
-            (false, None) => Policy::Latest,
-        };
-        let options = SubscribeOptions::default().policy(policy).held(request.held).history(request.history);
-        let config = streams::config(&request.wait, "wait", request.trust)?;
-        let selector = request.device.as_ref().map(device::selector).transpose()?;
-        let backend: Option<Text> = request.backend.map(|backend| backend.extract()).transpose()?;
+        let (options, config, selector, backend) = request.read()?;
         let place = Place::of(place)?;
         let subscriber = signals::run(py, &[], || {
             let driver = driver::driver(backend.as_deref())?;

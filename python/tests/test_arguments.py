@@ -37,6 +37,7 @@ DTYPE: Any = ([5, None, b"f4"], ["float31", BROKEN, np.dtype("S4"), np.dtype([("
 SHAPE: Any = ([1.5, "3", b"3", bytearray(b"3"), None, True, (1, True), [True], (1, 2.5)], [-1, (1, -1), 1 << 70, HUGE])
 ARRAY: Any = ([5, object(), None], [np.array([object()]), np.array(["x"])])
 PROMISE: Any = ([1, "yes"], [False])
+COUNT: Any = ([*NUMBER[0], None], [*NUMBER[1], 1 << 16])
 
 OPTIONS = {
     "after": ([5, HUGE, b"a:5"], ["5", "a:-1", BROKEN]),
@@ -58,6 +59,8 @@ OPTIONS = {
     "expect_owner": NUMBER,
     "exports_unused": FLAG,
     "group": TEXT,
+    "held": COUNT,
+    "history": COUNT,
     "into": MODULE,
     "keep": NUMBER,
     "keep_lease": FLAG,
@@ -76,10 +79,12 @@ OPTIONS = {
     "parts": NAMES,
     "path": PATH,
     "paths": PATH,
+    "policy": ([], ["all", 5, None]),
     "prefix": TEXT,
     "prepared": PREPARED,
     "private": NAMES,
     "progress": FUNCTION,
+    "queue": NUMBER,
     "rdma": RDMA,
     "readonly": FLAG,
     "replace": FLAG,
@@ -159,6 +164,7 @@ class Calls:
             "Broker.claim": (broker.claim, {"name": name}),
             "Broker.claim_async": (later(broker.claim_async), {"name": name}),
             "Broker.follow": (broker.follow, {"name": name}),
+            "Broker.follow_topics": (lambda **given: broker.follow_topics(**({} if "prefix" in given else {"name": name}) | given), {}),
             "Broker.load": (broker.load, {"name": name, "into": None}),
             "Broker.state_dict": (broker.state_dict, {"name": name}),
             "Broker.list": (broker.list, {}),

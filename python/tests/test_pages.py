@@ -170,7 +170,7 @@ def test_python_handoff(server: Server, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_python_streams(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    assert run("docs/python.md", "test_python_streams", server.path, monkeypatch) == 1
+    assert run("docs/python.md", "test_python_streams", server.path, monkeypatch) == 2
 
 
 @pytest.mark.cuda

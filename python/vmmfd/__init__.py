@@ -32,7 +32,7 @@ from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share, zeros
 from ._reduce import register_reducer
-from ._streams import Loan, Publisher, Sample, Subscriber, publish, subscribe
+from ._streams import Loan, Publisher, Sample, Subscriber, TopicFollower, Update, publish, subscribe
 from ._watch import Watch
 
 # Weights
@@ -70,6 +70,8 @@ __all__ = [
     "Publisher",
     "Sample",
     "Subscriber",
+    "TopicFollower",
+    "Update",
     "publish",
     "subscribe",
     # Weights

@@ -10,6 +10,7 @@ from . import _types as t
 from ._errors import Invalid, NoArray, NotFound, Timeout
 from ._gets import Gets
 from ._lease import Claim, Lease, keeping_calls
+from ._streams import TopicFollower, request
 from ._watch import Watch
 from .records import Holders, Lost, Published, Recall, Restored, Stat, Summary
 
@@ -271,8 +272,8 @@ class Broker(Gets):
         return sum(sizes[part] for part in wanted)
 
     def who(self, prefix: str = "") -> Holders:
-        """Returns the leases of objects whose names start with `prefix` and that this user may read, and each user's totals. Root and the
-        broker's user see all users, others only themselves. Raises as any call."""
+        """Returns the leases of objects and the topics whose names start with `prefix` and that this user may read, and each user's totals.
+        Root and the broker's user see all users, others only themselves. Raises as any call."""
         return Holders._of(self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None) -> Watch:
@@ -299,6 +300,33 @@ class Broker(Gets):
         if instance == now and int(seq) > last:
             raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give a Watch.place of this broker")
         return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), wait)
+
+    def follow_topics(
+        self,
+        name: str | None = None,
+        *,
+        prefix: str | None = None,
+        policy: t.Literal["latest", "every"] = "latest",
+        queue: int | None = None,
+        held: int = 2,
+        history: int = 0,
+        device: t.DeviceName | None = None,
+        backend: str | None = None,
+        timeout: t.Time = 30.0,
+        trust: Iterable[int] = (),
+    ) -> TopicFollower:
+        """Receives from the publishers of the topic `name`, now and later, or from those of all topics whose names start with `prefix`. See
+        `TopicFollower`, and `Publisher.open_topic` for the other side.
+
+        The options apply to each publisher, as in `subscribe`; `timeout`, in seconds or a `timedelta`, is the longest silence of one that is
+        joined. `backend` is by default this client's. The follower outlives this client, and waits for the broker if it restarts. Does not
+        wait for publishers. Raises `Invalid`, and as any call."""
+        topics = prefix if name is None else name
+        if topics is None or (name is not None and prefix is not None):
+            raise Invalid("a follower receives from the topic with this name, or from all topics with a prefix: give name or prefix")
+        limit, backend = _arguments.limit(timeout, "timeout"), self.backend if backend is None else backend
+        options = request(policy, queue, held, history, device, backend, limit, trust)
+        return TopicFollower(_native.TopicFollower(self._native, topics, name is None, options))
 
     def recall(self, name: str, *, version: int | None = None, earlier: bool = False, wait: t.Time = 5) -> Recall:
         """Asks the processes that hold a version to release it, and waits up to `wait` seconds (or a `timedelta`) until all have. Returns

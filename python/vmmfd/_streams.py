@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from time import monotonic
 
-from . import _arguments, _native
+from . import _arguments, _errors, _native
 from . import _types as t
 from ._closing import Closing
 from ._errors import Crashed, Ended, Error, Invalid, Timeout
 from ._native import Array, Device
+from ._native import Buffer as NativeBuffer
+from ._native import Subscriber as NativeSubscriber
+from ._native import TopicFollower as NativeFollower
 from .records import Peer, Publication, PublisherStats, StreamEvent, Usage
+
+# Not imported from `typing`, whose import takes longer than this package's.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    from ._broker import Broker
+
+    Received = TypeVar("Received", "Sample", "Update")
+else:
+    Broker = Received = object
 
 
 def publish(
-    path: t.Path | t.Socket | None,
+    path: t.Path | t.Socket | None = None,
     *,
+    topic: str | None = None,
+    broker: Broker | None = None,
+    mode: int | None = None,
     size: int | None = None,
     count: int | None = None,
     budget: int | None = None,
@@ -31,7 +48,10 @@ def publish(
     """Creates a stream: allocates a pool of buffers, and accepts subscribers from now on. Does not wait for them.
 
     `path` is the socket's path; `None` is this user's default. Or it is a connected socket of type `SOCK_SEQPACKET`, whose other end
-    subscribes: the caller's socket stays open. Either `size` and `count` give a pool of `count` buffers of `size` bytes, or `budget` gives a
+    subscribes: the caller's socket stays open. With a `topic` at a `broker`, it may be omitted: subscribers then come only from there. See
+    `Publisher.open_topic`, also for `mode`; `backend` is by default the broker client's.
+
+    Either `size` and `count` give a pool of `count` buffers of `size` bytes, or `budget` gives a
     pool of this number of bytes for buffers of any size. A fixed pool needs a buffer for each one that a subscriber may hold, the `history`,
     the `loans`, and one more: else a subscriber is refused.
 
@@ -40,15 +60,19 @@ def publish(
     evicts it. `placement="host"` puts the pool into the host memory near the `device` of `backend`. `timeout`, in seconds or a `timedelta`,
     is the longest silence of a subscriber that joins. `trust` lists the user ids that subscribers may run as, besides root and this process's own.
 
-    Raises `Invalid`, `OutOfMemory`, `Unsupported`, and `Error` if another process listens at the path.
+    Raises `Invalid`, `OutOfMemory`, `Unsupported`, and `Error` if another process listens at the path. With a topic, also as
+    `Publisher.open_topic`.
     """
+    if (topic is None) != (broker is None) or (mode is not None and topic is None):
+        raise Invalid("topic names a topic at a broker, and mode is its permissions: give topic and broker together")
     fixed = size is not None and count is not None and budget is None
     if not fixed and (size is not None or count is not None or budget is None):
         raise Invalid("a pool has either size and count, for buffers of one size, or budget, for buffers of any size")
-    return Publisher(
+    publisher = Publisher(
         _native.Publisher(
             path,
             {
+                "listens": path is not None or topic is None,
                 "size": _arguments.whole(size, "size"),
                 "room": _whole(count, "count", 32) if fixed else _whole(budget, "budget"),
                 "history": _whole(history, "history", 32),
@@ -57,11 +81,18 @@ def publish(
                 "every": every,
                 "placement": placement,
                 "device": device,
-                "backend": backend,
+                "backend": _native_of(broker).backend if backend is None and broker is not None else backend,
                 "timeout": timeout,
             },
         )
     )
+    if topic is not None and broker is not None:
+        try:
+            publisher.open_topic(broker, topic, mode)
+        except BaseException:
+            publisher.close()
+            raise
+    return publisher
 
 
 def subscribe(
@@ -90,26 +121,41 @@ def subscribe(
     Raises `Timeout` if no publisher listens in time, `NotFound` with `wait=0`, `Error` if the publisher's pool is too small for one more
     subscriber, `PermissionDenied`, also if it does not allow `every`, `Disconnected`, `Unsupported`, `Invalid`.
     """
+    return Subscriber(_native.Subscriber(path, request(policy, queue, held, history, device, backend, wait, trust)), held)
+
+
+def request(
+    policy: str,
+    queue: int | None,
+    held: int,
+    history: int,
+    device: t.DeviceName | None,
+    backend: str | None,
+    wait: t.Time,
+    trust: Iterable[int],
+) -> dict[str, t.Any]:
+    """Returns the options of a subscriber or follower, checked."""
     if policy not in ("latest", "every"):
         raise Invalid(f'policy={_arguments.shown(policy)} is not "latest" or "every": give queue= for a queue')
     if queue is not None and policy == "every":
         raise Invalid('queue= drops buffers, and policy="every" drops none: give one of them')
-    return Subscriber(
-        _native.Subscriber(
-            path,
-            {
-                "every": policy == "every",
-                "queue": _arguments.whole(queue, "queue", 16),
-                "held": _whole(held, "held", 16),
-                "history": _whole(history, "history", 16),
-                "trust": _arguments.users(trust, "trust"),
-                "device": device,
-                "backend": backend,
-                "wait": wait,
-            },
-        ),
-        held,
-    )
+    return {
+        "every": policy == "every",
+        "queue": _arguments.whole(queue, "queue", 16),
+        "held": _whole(held, "held", 16),
+        "history": _whole(history, "history", 16),
+        "trust": _arguments.users(trust, "trust"),
+        "device": device,
+        "backend": backend,
+        "wait": wait,
+    }
+
+
+def _native_of(broker: t.Any) -> _native.Client:
+    client = getattr(broker, "_native", None)
+    if not isinstance(client, _native.Client):
+        raise TypeError(f"broker={_arguments.shown(broker)} has type {type(broker).__name__}: give a Broker, of vmmfd.connect")
+    return client
 
 
 def _whole(value: t.Any, what: str, bits: int = 64) -> int:
@@ -247,6 +293,14 @@ class Publisher(Closing):
         wait. Raises `TypeError` and `Error` for another socket."""
         self._native.admit(socket)
 
+    def open_topic(self, broker: Broker, topic: str, mode: int | None = None) -> None:
+        """Lets a broker introduce subscribers under the name `topic`, until this publisher finishes or is closed. A publisher may have several
+        topics. `mode` sets the permissions as in `Broker.put`: by default only this user follows the topic. The topic outlives the client
+        `broker`, and a restart of the broker: the streams go on, and new subscribers wait for the next broker.
+
+        Raises `AlreadyExists` while another publisher has the topic, and as any call of the `Broker`."""
+        self._native.open_topic(_native_of(broker), topic, _arguments.mode(mode))
+
     def set_format(self, arrays: Mapping[str, t.Any], blob: bytes = b"") -> int:
         """Describes the buffers that are published from now on: at most 64 `arrays` by name, and a `blob` of at most 64 KiB.
 
@@ -340,64 +394,60 @@ class Publisher(Closing):
         await in_thread(lambda: self.__exit__(kind, error, traceback))
 
 
-class Subscriber(Closing):
-    """The subscriber of a stream: `subscribe`. Threads and tasks may share it: each sample goes to one of them. A context manager that closes it.
+class _Receiver(Closing, Iterable[Received], AsyncIterable[Received]):
+    """What a subscriber and a follower have in common. Threads and tasks may share it."""
 
-    An iterable, also for `async for`: the iteration ends with the stream, or when another thread closes the subscriber. Each step closes the
-    sample of the step before; its arrays remain valid. Raises `Crashed` if the publisher died. After that and after the end, samples remain
-    valid. Raises `Invalid` after `close` and in a fork. An interrupted or cancelled call loses no sample.
-    """
+    __slots__ = ("__weakref__", "_native", "_wakes")
 
-    __slots__ = ("__weakref__", "_held", "_native", "_wakes")
+    _native: t.Any
+    # The class of what it receives, which has the attribute `_native`.
+    _class: type[Received]
 
-    def __init__(self, subscriber: _native.Subscriber, held: int) -> None:
-        self._native = subscriber
-        self._held = held
+    def __init__(self, native: t.Any) -> None:
+        self._native = native
         # Wake the tasks that wait.
         self._wakes: set[Callable[[], object]] = set()
 
-    def receive(self, wait: t.Time | None = None) -> Sample:
-        """Returns the next sample. Waits at most `wait` seconds (or a `timedelta`); None waits for ever.
+    def receive(self, wait: t.Time | None = None) -> Received:
+        """Returns the next `Sample`, or of a follower the next `Update`. Waits at most `wait` seconds (or a `timedelta`); None waits for ever.
 
-        Raises `Timeout` after this time, `Ended` at the end of the stream, `Crashed` if the publisher died or closed the stream without
-        finishing it, `Disconnected` if it evicted this subscriber or broke the protocol, `Interrupted` if another thread closes this."""
+        Raises `Timeout` after this time, `Interrupted` if another thread closes this. A subscriber raises `Ended` at the end of the stream,
+        `Crashed` if the publisher died or closed the stream without finishing it, and `Disconnected` if it evicted this subscriber or broke
+        the protocol."""
         ends = monotonic() + _arguments.seconds(_arguments.endless(wait))
-        sample = Sample.__new__(Sample)
+        received = self._class.__new__(self._class)
         while self._native.wait(max(0.0, ends - monotonic())):
             # From here to the return Python runs no signal handler, whose exception would lose the sample: there is no call.
             if (taken := self._native.taken) is not None:
-                sample._native = taken
-                return sample
+                received._native = taken
+                return received
             self._check_end()
-        problem, held = f"no buffer arrived within {_arguments.shown(wait)} seconds", self._native.held
-        if held >= self._held:
-            problem += f": this process still has {held} samples or arrays of them, and held={self._held} allows no more: close or drop one"
-        raise Timeout(problem, kind="peer")
+        raise Timeout(self._late(f"within {_arguments.shown(wait)} seconds"), kind="peer")
 
-    def try_receive(self) -> Sample | None:
-        """Returns the next sample if it has arrived, else None. Does not wait. Raises as `receive`."""
-        sample = Sample.__new__(Sample)
+    def try_receive(self) -> Received | None:
+        """Returns what `receive` would return, if it has arrived, else None. Does not wait. Raises as `receive`."""
+        received = self._class.__new__(self._class)
         while self._native.wait(0):
             if (taken := self._native.taken) is not None:
-                sample._native = taken
-                return sample
+                received._native = taken
+                return received
             self._check_end()
         return None
 
-    async def receive_async(self) -> Sample:
-        """Returns the next sample, for asyncio. If the task is cancelled, no sample is lost. Raises as `receive`, and `RuntimeError` without a
-        running event loop."""
-        while (sample := self.try_receive()) is None:
+    async def receive_async(self) -> Received:
+        """As `receive`, for asyncio. If the task is cancelled, no sample is lost. Raises as `receive`, and `RuntimeError` without a running
+        event loop."""
+        while (received := self.try_receive()) is None:
             await self._readable()
-        return sample
+        return received
 
     async def _readable(self) -> None:
-        """Waits until `try_receive` may return a sample or raise."""
+        """Waits until `try_receive` may return something or raise."""
         import asyncio
         import os
 
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        # A duplicate: each task has its own, and it stays open if the subscriber is closed meanwhile.
+        # A duplicate: each task has its own, and it stays open if this is closed meanwhile.
         descriptor = os.dup(self.fileno())
 
         def wake() -> None:
@@ -414,6 +464,79 @@ class Subscriber(Closing):
             self._wakes.discard(wake)
 
     def _check_end(self) -> None:
+        """Raises at the end of the stream."""
+
+    def _late(self, when: str) -> str:
+        return f"no update arrived {when}"
+
+    def _is_over(self, error: Error) -> bool:
+        return isinstance(error, Ended) or self.is_closed
+
+    def __iter__(self) -> Iterator[Received]:
+        while True:
+            try:
+                received = self.receive()
+            except Error as error:
+                if self._is_over(error):
+                    return
+                raise
+            yield received
+            # The loop's variable still refers to it.
+            received.close()
+
+    async def __aiter__(self) -> AsyncIterator[Received]:
+        while True:
+            try:
+                received = await self.receive_async()
+            except Error as error:
+                if self._is_over(error):
+                    return
+                raise
+            yield received
+            received.close()
+
+    def fileno(self) -> int:
+        """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. When it is readable, call `try_receive` until
+        it returns None. This object owns it. Do not read it."""
+        return int(self._native.fileno())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is closed."""
+        return bool(self._native.is_closed)
+
+    def close(self) -> None:
+        """Leaves the stream, or all streams. Samples remain valid, and are given back when they are dropped. Ends the iterations and waits of
+        other threads and tasks. Closing twice does nothing."""
+        self._native.close()
+        for wake in list(self._wakes):
+            wake()
+
+
+class Subscriber(_Receiver[Sample]):
+    """The subscriber of a stream: `subscribe`. Threads and tasks may share it: each sample goes to one of them. A context manager that closes it.
+
+    An iterable, also for `async for`: the iteration ends with the stream, or when another thread closes the subscriber. Each step closes the
+    sample of the step before; its arrays remain valid. Raises `Crashed` if the publisher died. After that and after the end, samples remain
+    valid. Raises `Invalid` after `close` and in a fork. An interrupted or cancelled call loses no sample.
+    """
+
+    __slots__ = ("_held",)
+
+    _native: NativeSubscriber
+    _class = Sample
+
+    def __init__(self, subscriber: NativeSubscriber, held: int) -> None:
+        super().__init__(subscriber)
+        self._held = held
+
+    def _late(self, when: str) -> str:
+        problem, held = f"no buffer arrived {when}", self.held
+        if held >= self._held:
+            problem += f": this process still has {held} samples or arrays of them, and held={self._held} allows no more: close or drop one"
+        return problem
+
+    def _check_end(self) -> None:
         end = self._native.end
         if end is None:
             return
@@ -421,37 +544,6 @@ class Subscriber(Closing):
             raise Ended("the publisher has finished the stream", kind="peer")
         peer = Peer(*end)
         raise Crashed(f"the publisher, pid {peer.pid}, died or closed the stream without finishing it", kind="peer", peer=peer)
-
-    def _is_over(self, error: Error) -> bool:
-        return isinstance(error, Ended) or self.is_closed
-
-    def __iter__(self) -> Iterator[Sample]:
-        while True:
-            try:
-                sample = self.receive()
-            except Error as error:
-                if self._is_over(error):
-                    return
-                raise
-            yield sample
-            # The loop's variable still refers to it.
-            sample.close()
-
-    async def __aiter__(self) -> AsyncIterator[Sample]:
-        while True:
-            try:
-                sample = await self.receive_async()
-            except Error as error:
-                if self._is_over(error):
-                    return
-                raise
-            yield sample
-            sample.close()
-
-    def fileno(self) -> int:
-        """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. When it is readable, call `try_receive` until
-        it returns None. The subscriber owns it. Do not read it."""
-        return self._native.fileno()
 
     @property
     def held(self) -> int:
@@ -468,14 +560,73 @@ class Subscriber(Closing):
         """The publisher's process."""
         return Peer(*self._native.peer)
 
+
+class Update(Closing):
+    """What happened in a topic: `TopicFollower.receive`. A context manager that gives its sample back, if it has one."""
+
+    __slots__ = ("__weakref__", "_native")
+
+    _native: tuple[str, int, str, NativeBuffer | None, tuple[int, int] | None, tuple[str, str, str, str | None] | None]
+
     @property
-    def is_closed(self) -> bool:
-        """Whether it is closed."""
-        return self._native.is_closed
+    def topic(self) -> str:
+        """The topic's name."""
+        return self._native[0]
+
+    @property
+    def epoch(self) -> int:
+        """The publisher's run. The next publisher of the topic has another epoch, and numbers its publications anew."""
+        return self._native[1]
+
+    @property
+    def kind(self) -> str:
+        """`joined` (the first publisher of the topic), `reset` (a later one, whose format may differ), `sample`, `ended` (the publisher has
+        finished), `crashed` (it died, or closed the stream without finishing it), or `failed`: it can't be joined, or has ended this
+        subscription, and is not joined again."""
+        return self._native[2]
+
+    @property
+    def sample(self) -> Sample | None:
+        """The sample, if the kind is `sample`."""
+        return None if self._native[3] is None else Sample(self._native[3])
+
+    @property
+    def peer(self) -> Peer | None:
+        """The publisher's process, if the kind is `crashed`."""
+        return None if self._native[4] is None else Peer(*self._native[4])
+
+    @property
+    def error(self) -> Error | None:
+        """The error, if the kind is `failed`."""
+        if self._native[5] is None:
+            return None
+        name, message, kind, hint = self._native[5]
+        found: Error = getattr(_errors, name)(message, kind=kind, hint=hint)
+        return found
 
     def close(self) -> None:
-        """Leaves the stream. Samples remain valid, and are given back when they are dropped. Ends the iterations and waits of other threads
-        and tasks. Closing twice does nothing."""
-        self._native.close()
-        for wake in list(self._wakes):
-            wake()
+        """Closes the sample, if there is one. Closing twice does nothing."""
+        if self._native[3] is not None:
+            self._native[3].close()
+
+    def __repr__(self) -> str:
+        return f"<vmmfd.Update {self.topic}: {self.kind}>"
+
+
+class TopicFollower(_Receiver[Update]):
+    """Receives from the publishers of topics: `Broker.follow_topics`. Stays through the ends of publishers and of the broker. Threads and
+    tasks may share it: each update goes to one of them. A context manager that closes it.
+
+    An iterable of `Update`, also for `async for`: the iteration ends only when another thread closes the follower. Each step closes the
+    sample of the step before; its arrays remain valid. Raises `Invalid` after `close` and in a fork. An interrupted or cancelled call loses
+    no update.
+    """
+
+    __slots__ = ()
+
+    _native: NativeFollower
+    _class = Update
+
+    def topics(self) -> list[str]:
+        """The topics whose publishers are joined now. Does not wait."""
+        return self._native.topics()

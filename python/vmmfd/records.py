@@ -11,6 +11,7 @@ __all__ = [
     "Event",
     "HeldClaim",
     "HeldLease",
+    "HeldTopic",
     "Holders",
     "LeasedPart",
     "Lost",
@@ -261,6 +262,18 @@ class HeldClaim(Record):
         return super()._of({**fields, "holder": fields})
 
 
+class HeldTopic(Record):
+    """A topic with its publisher: the `name`, the `epoch` of the publisher's run, its `pid` or 0, its user `uid`, its `command` or None, and
+    the number of its `followers`."""
+
+    name: str
+    epoch: int
+    pid: int
+    uid: int
+    command: str | None
+    followers: int
+
+
 class UserTotal(Record):
     """A user's totals in the broker: `uid`, the numbers of `objects`, `leases` and `connections`, and the memory on each of `devices`."""
 
@@ -274,13 +287,14 @@ class UserTotal(Record):
 
 
 class Holders(Record):
-    """The result of `Broker.who`: the `leases` and `claims` that are held, and the `totals` of each user."""
+    """The result of `Broker.who`: the `leases` and `claims` that are held, the `totals` of each user, and the `topics` with publishers."""
 
     leases: tuple[HeldLease, ...]
     totals: tuple[UserTotal, ...]
     claims: tuple[HeldClaim, ...]
+    topics: tuple[HeldTopic, ...]
 
-    _kinds: t.ClassVar[dict[str, type[Record]]] = {"leases": HeldLease, "totals": UserTotal, "claims": HeldClaim}
+    _kinds: t.ClassVar[dict[str, type[Record]]] = {"leases": HeldLease, "totals": UserTotal, "claims": HeldClaim, "topics": HeldTopic}
 
 
 class RecallHolder(Record):
