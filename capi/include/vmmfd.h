@@ -1149,9 +1149,10 @@ void vmmfd_publisher_free(struct vmmfd_publisher_t *publisher);
  caller frees `*subscriber` with `vmmfd_subscriber_free`; it is NULL after a failure. Blocks until the publisher listens and the pool is
  mapped, at most `timeout_ms` without a sign of the publisher.
 
- Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED` if the publisher refuses this subscriber, with its reason,
- such as a pool with too few buffers, or is gone; `VMMFD_DENIED` for a user that is not trusted; `VMMFD_UNSUPPORTED` if this process has
- no device for the pool; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_SYSTEM` if the publisher's pool has too few buffers for another
+ subscriber, or the stream is complete; `VMMFD_DENIED` if the publisher does not allow `VMMFD_EVERY`, and for a user that is not trusted;
+ `VMMFD_DISCONNECTED` if the publisher is gone; `VMMFD_UNSUPPORTED` if this process has no device for the pool; `VMMFD_INTERRUPTED`;
+ `VMMFD_INVALID`; `VMMFD_DRIVER`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_subscriber_connect(const struct vmmfd_device_t *device,

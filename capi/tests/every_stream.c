@@ -168,7 +168,7 @@ static void test_every(const vmmfd_device_t *device) {
     }
     CHECK(vmmfd_publisher_finish(publisher, LIMIT));
     EXPECT(receive_none(subscriber, LIMIT, getpid()) == VMMFD_ENDED && receive_none(subscriber, 0, getpid()) == VMMFD_ENDED);
-    FAILS(VMMFD_DISCONNECTED, join(publisher, device, options, &subscriber));
+    FAILS(VMMFD_SYSTEM, join(publisher, device, options, &subscriber));
     vmmfd_subscriber_free(subscriber);
     vmmfd_publisher_free(publisher);
 }
@@ -390,11 +390,11 @@ static void test_refusals(const vmmfd_device_t *device) {
     options = (vmmfd_subscriber_options_t){VMMFD_SUBSCRIBER_OPTIONS};
     /* The publisher refuses. */
     options.policy = VMMFD_EVERY;
-    FAILS(VMMFD_DISCONNECTED, join(publisher, device, options, &subscriber));
+    FAILS(VMMFD_DENIED, join(publisher, device, options, &subscriber));
     options.policy = VMMFD_LATEST;
     options.held = 2;
     vmmfd_error_t *error = join(publisher, device, options, &subscriber);
-    EXPECT(error != NULL && error->code == VMMFD_DISCONNECTED && strstr(error->message, "5 buffers, and it has 4") != NULL);
+    EXPECT(error != NULL && error->code == VMMFD_SYSTEM && strstr(error->message, "5 buffers, and it has 4") != NULL);
     EXPECT(subscriber == NULL);
     vmmfd_error_free(error);
     options.held = 0;
@@ -476,7 +476,7 @@ static void test_subscribers(const vmmfd_device_t *device, const char *backend, 
     for (uint64_t number = 1; number <= 10; number++)
         publish(publisher, number);
     vmmfd_error_t *full = join(publisher, device, options, &late);
-    EXPECT(full != NULL && full->code == VMMFD_DISCONNECTED);
+    EXPECT(full != NULL && full->code == VMMFD_SYSTEM);
     vmmfd_error_free(full);
     EXPECT(kill(killed, SIGKILL) == 0);
     expect_exit(killed, SIGKILL);
@@ -485,7 +485,7 @@ static void test_subscribers(const vmmfd_device_t *device, const char *backend, 
         publish(publisher, number);
     /* Its room is free once the library has seen the exit. */
     while ((full = join(publisher, device, options, &late)) != NULL) {
-        EXPECT(full->code == VMMFD_DISCONNECTED);
+        EXPECT(full->code == VMMFD_SYSTEM);
         vmmfd_error_free(full);
         usleep(1000);
     }
