@@ -102,7 +102,7 @@ typedef struct vmmfd_prepared_t vmmfd_prepared_t;
 typedef struct vmmfd_publisher_t vmmfd_publisher_t;
 
 /*
- A subscriber of a stream. Any threads may use it at once.
+ A subscriber of a stream, or of the streams of topics. Any threads may use it at once.
  */
 typedef struct vmmfd_subscriber_t vmmfd_subscriber_t;
 
@@ -797,6 +797,18 @@ typedef enum vmmfd_received_t {
      The publisher's process died, or freed the publisher without `vmmfd_publisher_finish`.
      */
     VMMFD_CRASHED = 3,
+    /*
+     The first publisher of a topic was joined.
+     */
+    VMMFD_JOINED = 4,
+    /*
+     A later publisher of a topic was joined: it numbers its publications anew, and its format may differ.
+     */
+    VMMFD_RESET = 5,
+    /*
+     The publisher of a topic can't be joined, or has ended this subscription. It is not joined again.
+     */
+    VMMFD_FAILED = 6,
 } vmmfd_received_t;
 
 /*
@@ -834,6 +846,10 @@ typedef struct vmmfd_publisher_options_t {
      The place of the pool: a value of `vmmfd_placement_t`.
      */
     uint32_t placement;
+    /*
+     The permissions of topics, such as 0640: the users who may read follow them. 0: 0600.
+     */
+    uint16_t mode;
     /*
      The number of publications that a late subscriber can receive at once.
      */
@@ -961,6 +977,14 @@ typedef struct vmmfd_subscriber_options_t {
      The number of users in `trust`.
      */
     size_t trust_count;
+    /*
+     A broker that introduces the publishers of topics, used instead of a path. NULL: none.
+     */
+    const struct vmmfd_broker_t *broker;
+    /*
+     Whether to follow all topics whose names start with the given text. Only with a `broker`.
+     */
+    bool prefix;
 } vmmfd_subscriber_options_t;
 
 /*
@@ -972,11 +996,11 @@ typedef struct vmmfd_sample_t {
      */
     size_t struct_size;
     /*
-     The result. Without `VMMFD_SAMPLE`, all later fields but `pid` are 0 or NULL.
+     The result. Without `VMMFD_SAMPLE`, all later fields but `pid`, `topic`, `epoch` and `error` are 0 or NULL.
      */
     enum vmmfd_received_t result;
     /*
-     The publisher's process.
+     The publisher's process. Of topics, only with `VMMFD_CRASHED`, else 0.
      */
     int pid;
     /*
@@ -1015,6 +1039,18 @@ typedef struct vmmfd_sample_t {
      The description of the buffer, without arrays and blob until the publisher sets it.
      */
     const struct vmmfd_format_t *format;
+    /*
+     The reason for `VMMFD_FAILED`, else NULL. The caller frees it with `vmmfd_error_free`.
+     */
+    struct vmmfd_error_t *error;
+    /*
+     The publisher's run: another publisher of the topic has another epoch. 0 without topics.
+     */
+    uint64_t epoch;
+    /*
+     The topic's name, which ends with a null character. Empty without topics.
+     */
+    char topic[256];
 } vmmfd_sample_t;
 
 /*
@@ -1036,14 +1072,20 @@ struct vmmfd_error_t *vmmfd_publisher_create(const struct vmmfd_device_t *device
                                              struct vmmfd_publisher_t **publisher);
 
 /*
- Accepts subscribers at a socket path from now on. `path` NULL is this user's default. Replaces an earlier path. Does not wait for
- subscribers.
+ Accepts subscribers at a place from now on: without a `broker`, at a socket path. `place` NULL is this user's default path. Replaces an
+ earlier path. With a `broker`, `place` is the name of a topic, at which the broker introduces subscribers until the publisher finishes or
+ is freed; a publisher may have a path and several topics. Does not wait for subscribers.
 
- Errors: `VMMFD_INVALID` for a path that can't be used; `VMMFD_SYSTEM`, also if another process listens there; `VMMFD_FORKED`.
+ A topic outlives the handle `broker`, and a restart of the broker: the streams go on, and new subscribers wait for its successor. Blocks
+ until the broker has answered.
+
+ Errors: `VMMFD_INVALID` for a path or name that can't be used; `VMMFD_EXISTS` if the topic has another publisher; `VMMFD_SYSTEM`, also
+ if another process listens at the path; `VMMFD_DISCONNECTED` and `VMMFD_INTERRUPTED`, of the broker; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_publisher_listen(const struct vmmfd_publisher_t *publisher,
-                                             const char *path);
+                                             const struct vmmfd_broker_t *broker,
+                                             const char *place);
 
 /*
  Accepts the subscriber at the other end of a connected socket of type `SOCK_SEQPACKET`. Does not wait for it.
@@ -1144,6 +1186,10 @@ void vmmfd_publisher_free(struct vmmfd_publisher_t *publisher);
 /*
  Subscribes to the publisher at a socket path, or at the other end of `socket` of the options, and maps its pool, read-only.
 
+ With a `broker` of the options, `path` is the name of a topic, or with `prefix` the start of the names of several. The subscriber then
+ receives from their publishers, now and later, and the other options apply to each of them. It outlives the handle `broker`, and waits
+ for the broker's successor. The call does not wait for publishers: `vmmfd_subscriber_receive` reports them, also if they refuse.
+
  `device` is the device to map the pool for, if it can reach the pool; NULL means the pool's own device, of the backend `auto`. `path`
  NULL is this user's default; with a `socket` it is NULL. `options` NULL means the defaults: `VMMFD_LATEST`, one buffer at a time. The
  caller frees `*subscriber` with `vmmfd_subscriber_free`; it is NULL after a failure. Blocks until the publisher listens and the pool is
@@ -1162,7 +1208,8 @@ struct vmmfd_error_t *vmmfd_subscriber_connect(const struct vmmfd_device_t *devi
 
 /*
  Waits for the next buffer, for at most `timeout_ms`; 0 is not to wait. Buffers arrive in the order of publication. `sample->result` is the
- kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors.
+ kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors. Of topics, the results
+ have `topic` and `epoch`, and receiving continues after each of them.
 
  The caller frees `sample->memory` with `vmmfd_memory_free`, from any thread, also after the subscriber or the publisher is gone. This
  waits until all work in the device's primary context has finished, and then gives the buffer back, unless an array or a DLPack tensor
@@ -1178,7 +1225,8 @@ struct vmmfd_error_t *vmmfd_subscriber_receive(const struct vmmfd_subscriber_t *
 
 /*
  Returns a descriptor that is readable, in poll(2) and epoll(7), when something has arrived or the publisher is gone. Then call
- `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable.
+ `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable; not with
+ topics.
 
  The subscriber and its samples own the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
 

@@ -97,7 +97,7 @@ impl Failure {
         Self::Own(vmmfd_code_t::VMMFD_INVALID, message.into(), None)
     }
 
-    fn allocate(self) -> *mut vmmfd_error_t {
+    pub(crate) fn allocate(self) -> *mut vmmfd_error_t {
         let (code, driver_code, message, hint) = match self {
             Self::Own(code, message, hint) => (code, 0, message, hint.map(str::to_owned)),
             Self::Library(error) => {

@@ -3,6 +3,7 @@
 use std::{
     ffi::{c_char, c_int, c_void},
     mem::MaybeUninit,
+    ops::Deref,
     os::fd::{AsFd, AsRawFd},
     ptr,
     time::Duration,
@@ -11,10 +12,12 @@ use std::{
 use vmmfd::{
     channel::socket_path,
     session::stream::{Event, MAX_USER_BYTES, PublishOptions, Publisher},
+    topic,
 };
 
 use crate::{
-    argument::{config, descriptor, list, milliseconds, out, path, run_out, stop},
+    argument::{config, descriptor, list, milliseconds, out, path, run_out, stop, text},
+    broker::vmmfd_broker_t,
     device::vmmfd_device_t,
     error::{Failure, run, run_logged, vmmfd_error_t},
     format::{self, vmmfd_format_t},
@@ -29,7 +32,21 @@ pub struct vmmfd_publisher_t {
     _opaque: [u8; 0],
 }
 
-handle!(vmmfd_publisher_t, 8, "a publisher", Publisher);
+handle!(vmmfd_publisher_t, 8, "a publisher", Publishing);
+
+pub(crate) struct Publishing {
+    publisher: Publisher,
+    /// The permissions of its topics.
+    mode: Option<u16>,
+}
+
+impl Deref for Publishing {
+    type Target = Publisher;
+
+    fn deref(&self) -> &Publisher {
+        &self.publisher
+    }
+}
 
 /// Options of a publisher, which start with `VMMFD_PUBLISHER_OPTIONS`.
 #[repr(C)]
@@ -42,6 +59,8 @@ pub struct vmmfd_publisher_options_t {
     pub stop: c_int,
     /// The place of the pool: a value of `vmmfd_placement_t`.
     pub placement: u32,
+    /// The permissions of topics, such as 0640: the users who may read follow them. 0: 0600.
+    pub mode: u16,
     /// The number of publications that a late subscriber can receive at once.
     pub history: u64,
     /// The most buffers that are on loan at a time. 0: one.
@@ -84,32 +103,46 @@ pub extern "C" fn vmmfd_publisher_create(
             (_, Ok(count)) => PublishOptions::fixed(size, count),
             _ => return Err(Failure::invalid(format!("room is {room}: pass the number of buffers"))),
         };
-        let mut own = config(0, &[], None)?;
+        let (mut own, mut mode) = (config(0, &[], None)?, None);
         if let Some(given) = self::options(options)? {
             let trust = list(given.trust, given.trust_count, "trust")?;
             own = config(given.timeout_ms, trust, stop(given.stop)?.as_ref())?;
             let count = |value| usize::try_from(value).unwrap_or(usize::MAX);
+            mode = (given.mode != 0).then_some(given.mode);
             pool = pool.placement(memory::placement(given.placement)?);
             pool = pool.history(count(given.history)).loans(count(given.loans.max(1)));
             if given.every_ms > 0 {
                 pool = pool.every(milliseconds(given.every_ms, Duration::ZERO));
             }
         }
-        Ok(handle::insert(Publisher::create(&open.device, &pool, &own)?))
+        Ok(handle::insert(Publishing { publisher: Publisher::create(&open.device, &pool, &own)?, mode }))
     })
 }
 
-/// Accepts subscribers at a socket path from now on. `path` NULL is this user's default. Replaces an earlier path. Does not wait for
-/// subscribers.
+/// Accepts subscribers at a place from now on: without a `broker`, at a socket path. `place` NULL is this user's default path. Replaces an
+/// earlier path. With a `broker`, `place` is the name of a topic, at which the broker introduces subscribers until the publisher finishes or
+/// is freed; a publisher may have a path and several topics. Does not wait for subscribers.
 ///
-/// Errors: `VMMFD_INVALID` for a path that can't be used; `VMMFD_SYSTEM`, also if another process listens there; `VMMFD_FORKED`.
+/// A topic outlives the handle `broker`, and a restart of the broker: the streams go on, and new subscribers wait for its successor. Blocks
+/// until the broker has answered.
+///
+/// Errors: `VMMFD_INVALID` for a path or name that can't be used; `VMMFD_EXISTS` if the topic has another publisher; `VMMFD_SYSTEM`, also
+/// if another process listens at the path; `VMMFD_DISCONNECTED` and `VMMFD_INTERRUPTED`, of the broker; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_publisher_listen(
     publisher: *const vmmfd_publisher_t,
-    path: *const c_char,
+    broker: *const vmmfd_broker_t,
+    place: *const c_char,
 ) -> *mut vmmfd_error_t {
-    run(|| Ok(handle::get(publisher)?.listen(&socket_path(self::path(path))?)?))
+    run(|| {
+        let publisher = handle::get(publisher)?;
+        match handle::optional(broker)? {
+            Some(broker) => topic::open(&broker.client, text(place, "place")?, &publisher, publisher.mode)?,
+            None => publisher.listen(&socket_path(path(place))?)?,
+        }
+        Ok(())
+    })
 }
 
 /// Accepts the subscriber at the other end of a connected socket of type `SOCK_SEQPACKET`. Does not wait for it.

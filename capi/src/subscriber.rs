@@ -14,10 +14,12 @@ use vmmfd::{
     error::PeerError,
     memory::Region,
     session::stream::{Policy, Received, Sample, SubscribeOptions, Subscriber},
+    topic::{Change, Follower, Topics, Update},
 };
 
 use crate::{
-    argument::{config, descriptor, list, milliseconds, out, path, run_out, stop, unknown, unused},
+    argument::{config, descriptor, list, milliseconds, out, path, run_out, stop, text, unknown, unused},
+    broker::vmmfd_broker_t,
     device::{driver, vmmfd_device_t},
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     format::{self, vmmfd_format_t},
@@ -27,13 +29,18 @@ use crate::{
     versioned::{Facts, options, versioned},
 };
 
-/// A subscriber of a stream. Any threads may use it at once.
+/// A subscriber of a stream, or of the streams of topics. Any threads may use it at once.
 #[derive(Debug)]
 pub struct vmmfd_subscriber_t {
     _opaque: [u8; 0],
 }
 
-handle!(vmmfd_subscriber_t, 9, "a subscriber", Subscriber);
+handle!(vmmfd_subscriber_t, 9, "a subscriber", Subscribed);
+
+pub(crate) enum Subscribed {
+    Stream(Subscriber),
+    Topics(Follower),
+}
 
 /// What happens to buffers that a subscriber has no room for, because it has as many as it may hold.
 #[repr(C)]
@@ -73,6 +80,10 @@ pub struct vmmfd_subscriber_options_t {
     pub trust: *const u32,
     /// The number of users in `trust`.
     pub trust_count: usize,
+    /// A broker that introduces the publishers of topics, used instead of a path. NULL: none.
+    pub broker: *const vmmfd_broker_t,
+    /// Whether to follow all topics whose names start with the given text. Only with a `broker`.
+    pub prefix: bool,
 }
 
 versioned!(vmmfd_subscriber_options_t);
@@ -94,6 +105,10 @@ fn subscription(given: &vmmfd_subscriber_options_t) -> Outcome<SubscribeOptions>
 
 /// Subscribes to the publisher at a socket path, or at the other end of `socket` of the options, and maps its pool, read-only.
 ///
+/// With a `broker` of the options, `path` is the name of a topic, or with `prefix` the start of the names of several. The subscriber then
+/// receives from their publishers, now and later, and the other options apply to each of them. It outlives the handle `broker`, and waits
+/// for the broker's successor. The call does not wait for publishers: `vmmfd_subscriber_receive` reports them, also if they refuse.
+///
 /// `device` is the device to map the pool for, if it can reach the pool; NULL means the pool's own device, of the backend `auto`. `path`
 /// NULL is this user's default; with a `socket` it is NULL. `options` NULL means the defaults: `VMMFD_LATEST`, one buffer at a time. The
 /// caller frees `*subscriber` with `vmmfd_subscriber_free`; it is NULL after a failure. Blocks until the publisher listens and the pool is
@@ -113,8 +128,11 @@ pub extern "C" fn vmmfd_subscriber_connect(
 ) -> *mut vmmfd_error_t {
     run_out(subscriber, "subscriber", || {
         let mut wanted = SubscribeOptions::default();
-        let (mut own, mut socket) = (config(0, &[], None)?, None);
+        let (mut own, mut socket, mut broker, mut prefix) = (config(0, &[], None)?, None, None, false);
         if let Some(given) = self::options(options)? {
+            (broker, prefix) = (handle::optional(given.broker)?, given.prefix);
+            unused(given.socket != -1 && broker.is_some(), "broker", "with a socket")?;
+            unused(prefix && broker.is_none(), "prefix", "without a broker")?;
             unused(given.socket != -1 && !path.is_null(), "path", "with a socket")?;
             wanted = subscription(&given)?;
             let trust = list(given.trust, given.trust_count, "trust")?;
@@ -125,10 +143,16 @@ pub extern "C" fn vmmfd_subscriber_connect(
             Some(open) => (open.device.driver().clone(), Some(open.selector())),
             None => (driver(None)?.0, None),
         };
-        Ok(handle::insert(match socket {
+        if let Some(broker) = broker {
+            let name = text(path, "path")?;
+            let topics = if prefix { Topics::Prefix(name) } else { Topics::Named(name) };
+            let follower = Follower::new(&broker.client, topics, &driver, selector, &wanted, &own)?;
+            return Ok(handle::insert(Subscribed::Topics(follower)));
+        }
+        Ok(handle::insert(Subscribed::Stream(match socket {
             Some(socket) => Subscriber::over(socket, &driver, selector, &wanted, &own)?,
             None => Subscriber::connect(&driver, selector, &socket_path(self::path(path))?, &wanted, &own)?,
-        }))
+        })))
     })
 }
 
@@ -144,6 +168,12 @@ pub enum vmmfd_received_t {
     VMMFD_ENDED = 2,
     /// The publisher's process died, or freed the publisher without `vmmfd_publisher_finish`.
     VMMFD_CRASHED = 3,
+    /// The first publisher of a topic was joined.
+    VMMFD_JOINED = 4,
+    /// A later publisher of a topic was joined: it numbers its publications anew, and its format may differ.
+    VMMFD_RESET = 5,
+    /// The publisher of a topic can't be joined, or has ended this subscription. It is not joined again.
+    VMMFD_FAILED = 6,
 }
 
 /// The result of a receive, with the buffer if there is one. The pointers are valid until `memory` is freed.
@@ -152,9 +182,9 @@ pub enum vmmfd_received_t {
 pub struct vmmfd_sample_t {
     /// The size of this struct: `sizeof` it.
     pub struct_size: usize,
-    /// The result. Without `VMMFD_SAMPLE`, all later fields but `pid` are 0 or NULL.
+    /// The result. Without `VMMFD_SAMPLE`, all later fields but `pid`, `topic`, `epoch` and `error` are 0 or NULL.
     pub result: vmmfd_received_t,
-    /// The publisher's process.
+    /// The publisher's process. Of topics, only with `VMMFD_CRASHED`, else 0.
     pub pid: c_int,
     /// The buffer, mapped read-only. The caller frees it with `vmmfd_memory_free`, which gives the buffer back.
     pub memory: *mut vmmfd_memory_t,
@@ -174,12 +204,19 @@ pub struct vmmfd_sample_t {
     pub user_size: usize,
     /// The description of the buffer, without arrays and blob until the publisher sets it.
     pub format: *const vmmfd_format_t,
+    /// The reason for `VMMFD_FAILED`, else NULL. The caller frees it with `vmmfd_error_free`.
+    pub error: *mut vmmfd_error_t,
+    /// The publisher's run: another publisher of the topic has another epoch. 0 without topics.
+    pub epoch: u64,
+    /// The topic's name, which ends with a null character. Empty without topics.
+    pub topic: [c_char; 256],
 }
 
 versioned!(vmmfd_sample_t);
 
 /// Waits for the next buffer, for at most `timeout_ms`; 0 is not to wait. Buffers arrive in the order of publication. `sample->result` is the
-/// kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors.
+/// kind of the result: a wait without a buffer, the end of the stream and the death of the publisher are no errors. Of topics, the results
+/// have `topic` and `epoch`, and receiving continues after each of them.
 ///
 /// The caller frees `sample->memory` with `vmmfd_memory_free`, from any thread, also after the subscriber or the publisher is gone. This
 /// waits until all work in the device's primary context has finished, and then gives the buffer back, unless an array or a DLPack tensor
@@ -198,29 +235,63 @@ pub extern "C" fn vmmfd_subscriber_receive(
     run(|| {
         let facts = Facts::of(sample, "sample")?;
         let subscriber = handle::get(subscriber)?;
-        let received = match timeout_ms {
-            0 => subscriber.try_receive()?,
-            _ => match subscriber.receive(milliseconds(timeout_ms, Duration::ZERO)) {
-                Ok(received) => Some(received),
-                Err(Error::Peer(PeerError::Timeout { .. })) => None,
-                Err(error) => return Err(error.into()),
-            },
-        };
-        let result = match &received {
-            Some(Received::Sample(_)) => VMMFD_SAMPLE,
-            Some(Received::Ended) => VMMFD_ENDED,
-            Some(_) => VMMFD_CRASHED,
-            None => VMMFD_NOTHING,
-        };
-        let pid = subscriber.peer().pid;
         // SAFETY: zeros are a valid value of a struct with a size.
-        let mut shown = vmmfd_sample_t { result, pid, ..unsafe { MaybeUninit::zeroed().assume_init() } };
-        if let Some(sample) = received.and_then(Received::sample) {
-            show(sample, &mut shown);
+        let mut shown: vmmfd_sample_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        let limit = milliseconds(timeout_ms, Duration::ZERO);
+        match &*subscriber {
+            Subscribed::Stream(subscriber) => {
+                shown.pid = subscriber.peer().pid;
+                match in_time(limit, || subscriber.try_receive(), || subscriber.receive(limit))? {
+                    Some(Received::Sample(sample)) => show(sample, &mut shown),
+                    Some(Received::Ended) => shown.result = VMMFD_ENDED,
+                    Some(_) => shown.result = VMMFD_CRASHED,
+                    None => {}
+                }
+            }
+            Subscribed::Topics(follower) => {
+                if let Some(update) = in_time(limit, || follower.try_receive(), || follower.receive(limit))? {
+                    show_update(update, &mut shown);
+                }
+            }
         }
         facts.write(&shown);
         Ok(())
     })
+}
+
+/// Receives without waiting if `limit` is 0. `None` if nothing arrives in time.
+fn in_time<T>(
+    limit: Duration,
+    now: impl FnOnce() -> vmmfd::Result<Option<T>>,
+    wait: impl FnOnce() -> vmmfd::Result<T>,
+) -> vmmfd::Result<Option<T>> {
+    if limit.is_zero() {
+        return now();
+    }
+    match wait() {
+        Ok(received) => Ok(Some(received)),
+        Err(Error::Peer(PeerError::Timeout { .. })) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn show_update(Update { topic, epoch, change, .. }: Update, shown: &mut vmmfd_sample_t) {
+    use vmmfd_received_t::*;
+    shown.epoch = epoch;
+    // A name is shorter than the field, whose last byte remains 0.
+    for (to, from) in shown.topic[..255].iter_mut().zip(topic.bytes()) {
+        *to = from as c_char;
+    }
+    match change {
+        Change::Sample(sample) => show(sample, shown),
+        Change::Joined => shown.result = VMMFD_JOINED,
+        Change::Reset => shown.result = VMMFD_RESET,
+        Change::Ended => shown.result = VMMFD_ENDED,
+        Change::Crashed(peer) => (shown.result, shown.pid) = (VMMFD_CRASHED, peer.pid),
+        Change::Failed(error) => (shown.result, shown.error) = (VMMFD_FAILED, Failure::Library(error).allocate()),
+        // None of this version.
+        _ => {}
+    }
 }
 
 fn show(sample: Sample, shown: &mut vmmfd_sample_t) {
@@ -231,11 +302,13 @@ fn show(sample: Sample, shown: &mut vmmfd_sample_t) {
     shown.published_ns = u64::try_from(sample.published_at().as_nanos()).unwrap_or(u64::MAX);
     (shown.user, shown.user_size) = (sample.user().as_ptr().cast(), sample.user().len());
     shown.format = format::show(sample.format(), &mut kept);
+    shown.result = vmmfd_received_t::VMMFD_SAMPLE;
     shown.memory = handle::insert(Memory::received(&sample, kept));
 }
 
 /// Returns a descriptor that is readable, in poll(2) and epoll(7), when something has arrived or the publisher is gone. Then call
-/// `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable.
+/// `vmmfd_subscriber_receive` with `timeout_ms` 0 until it returns `VMMFD_NOTHING`. At the end of the stream it remains readable; not with
+/// topics.
 ///
 /// The subscriber and its samples own the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
 ///
@@ -249,7 +322,10 @@ pub extern "C" fn vmmfd_subscriber_descriptor(
     run(|| {
         let fd = out(fd, "fd")?;
         fd.write(-1);
-        fd.write(handle::get(subscriber)?.as_fd().as_raw_fd());
+        fd.write(match &*handle::get(subscriber)? {
+            Subscribed::Stream(subscriber) => subscriber.as_fd().as_raw_fd(),
+            Subscribed::Topics(follower) => follower.as_fd().as_raw_fd(),
+        });
         Ok(())
     })
 }

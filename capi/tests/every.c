@@ -395,7 +395,7 @@ int main(int argc, char **argv) {
     test_unused_options(device);
     test_dead_peer(device);
     test_fork(device);
-    test_stream(device, argv[1], argv[0]);
+    test_stream(device, argv[1], argv[0], argv[2]);
     test_broker(device, argv[2]);
     vmmfd_device_free(device);
     printf("every: %s passed\n", argv[1]);

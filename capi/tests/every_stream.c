@@ -364,7 +364,7 @@ static void test_refusals(const vmmfd_device_t *device) {
     FAILS(VMMFD_INVALID, vmmfd_publisher_admit(publisher, STDERR_FILENO));
     FAILS(VMMFD_INVALID, vmmfd_publisher_event(publisher, NULL, &(bool){false}));
     FAILS(VMMFD_INVALID, vmmfd_publisher_descriptor(publisher, NULL));
-    FAILS(VMMFD_INVALID, vmmfd_publisher_listen(publisher, "/nowhere/socket"));
+    FAILS(VMMFD_INVALID, vmmfd_publisher_listen(publisher, NULL, "/nowhere/socket"));
     vmmfd_subscriber_options_t options = {VMMFD_SUBSCRIBER_OPTIONS, .timeout_ms = 50};
     FAILS(VMMFD_NOT_FOUND, vmmfd_subscriber_connect(device, path, &options, &subscriber));
     options.policy = 3;
@@ -414,15 +414,34 @@ static void test_refusals(const vmmfd_device_t *device) {
     vmmfd_publisher_free(publisher);
 }
 
+/* Opens a topic, also if the broker has not noticed yet that the former publisher is gone. */
+static void open_topic(const vmmfd_publisher_t *publisher, const char *path, const char *topic) {
+    vmmfd_broker_t *broker;
+    vmmfd_error_t *error;
+    CHECK(vmmfd_broker_connect(path, NULL, &broker));
+    while ((error = vmmfd_publisher_listen(publisher, broker, topic)) != NULL) {
+        EXPECT(error->code == VMMFD_EXISTS);
+        vmmfd_error_free(error);
+        usleep(1000);
+    }
+    vmmfd_broker_free(broker);
+}
+
 /* The other processes: every stream BACKEND ROLE PATH. */
 void be_stream_peer(const char *backend, const char *role, const char *path) {
     vmmfd_device_t *device;
     vmmfd_subscriber_t *subscriber;
     vmmfd_sample_t sample = {.struct_size = sizeof sample, .skipped = 1};
     CHECK(vmmfd_device_open(backend, NULL, &device));
-    if (strcmp(role, "finish") == 0 || strcmp(role, "crash") == 0) {
+    if (strcmp(role, "topic") == 0) {
+        vmmfd_publisher_t *publisher =
+            publisher_of(device, 4, (vmmfd_publisher_options_t){VMMFD_PUBLISHER_OPTIONS, .history = 1});
+        open_topic(publisher, path, "every/stream/other");
+        publish(publisher, 1);
+        pause();
+    } else if (strcmp(role, "finish") == 0 || strcmp(role, "crash") == 0) {
         vmmfd_publisher_t *publisher = publisher_of(device, 3, (vmmfd_publisher_options_t){VMMFD_PUBLISHER_OPTIONS});
-        CHECK(vmmfd_publisher_listen(publisher, path));
+        CHECK(vmmfd_publisher_listen(publisher, NULL, path));
         event_of(publisher, VMMFD_STREAM_JOINED);
         publish(publisher, 1);
         if (role[0] == 'c')
@@ -466,7 +485,7 @@ static void test_subscribers(const vmmfd_device_t *device, const char *backend, 
     vmmfd_publisher_t *publisher = publisher_of(device, 5, pool);
     vmmfd_subscriber_options_t options = {VMMFD_SUBSCRIBER_OPTIONS};
     vmmfd_subscriber_t *late;
-    CHECK(vmmfd_publisher_listen(publisher, path));
+    CHECK(vmmfd_publisher_listen(publisher, NULL, path));
     pid_t healthy[2], killed = start(program, backend, "hold", path);
     EXPECT(event_of(publisher, VMMFD_STREAM_JOINED) == killed);
     for (int i = 0; i < 2; i++) {
@@ -513,7 +532,82 @@ static void test_publishers(const vmmfd_device_t *device, const char *backend, c
     }
 }
 
-void test_stream(const vmmfd_device_t *device, const char *backend, const char *program) {
+/* Receives a result of a topic. Without a sample, the caller frees its error. */
+static vmmfd_sample_t receive_of(const vmmfd_subscriber_t *subscriber, const char *topic, vmmfd_received_t result) {
+    vmmfd_sample_t sample = {.struct_size = sizeof sample};
+    struct pollfd waiting = {.events = POLLIN};
+    CHECK(vmmfd_subscriber_descriptor(subscriber, &waiting.fd));
+    while (sample.result == VMMFD_NOTHING) {
+        EXPECT(poll(&waiting, 1, LIMIT) == 1);
+        CHECK(vmmfd_subscriber_receive(subscriber, 0, &sample));
+    }
+    EXPECT(sample.result == result && strcmp(sample.topic, topic) == 0 && sample.epoch != 0);
+    EXPECT((sample.memory != NULL) == (result == VMMFD_SAMPLE) && (sample.error != NULL) == (result == VMMFD_FAILED));
+    EXPECT(sample.memory == NULL || is_whole(&sample));
+    vmmfd_memory_free(sample.memory);
+    return sample;
+}
+
+/* One follower, and the publishers of two topics: in this process, and in another that is killed. */
+static void test_topics(const vmmfd_device_t *device, const char *backend, const char *program, const char *path) {
+    const char *left = "every/stream/left";
+    vmmfd_publisher_options_t pool = {VMMFD_PUBLISHER_OPTIONS, .mode = 0644};
+    vmmfd_publisher_t *publisher = publisher_of(device, 4, pool), *second;
+    vmmfd_subscriber_options_t options = {VMMFD_SUBSCRIBER_OPTIONS, .prefix = true, .timeout_ms = 50}, every = {VMMFD_SUBSCRIBER_OPTIONS};
+    vmmfd_subscriber_t *subscriber, *refused;
+    vmmfd_broker_t *broker;
+    CHECK(vmmfd_broker_connect(path, NULL, &broker));
+    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, "/tmp/vmmfd-every-no-publisher", &options, &subscriber));
+    options.timeout_ms = 0;
+    options.broker = every.broker = broker;
+    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, NULL, &options, &subscriber));
+    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, "every/stream/", &every, &subscriber));
+    options.socket = STDERR_FILENO;
+    FAILS(VMMFD_INVALID, vmmfd_subscriber_connect(device, NULL, &options, &subscriber));
+    options.socket = -1;
+    options.history = 1;
+    CHECK(vmmfd_subscriber_connect(device, "every/stream/", &options, &subscriber));
+    EXPECT(receive_none(subscriber, 1, 0) == VMMFD_NOTHING);
+
+    FAILS(VMMFD_INVALID, vmmfd_publisher_listen(publisher, broker, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_publisher_listen(publisher, broker, "/"));
+    open_topic(publisher, path, left);
+    pool.mode = 0777;
+    second = publisher_of(device, 4, pool);
+    FAILS(VMMFD_INVALID, vmmfd_publisher_listen(second, broker, "every/stream/second"));
+    vmmfd_publisher_free(second);
+    second = publisher_of(device, 4, (vmmfd_publisher_options_t){VMMFD_PUBLISHER_OPTIONS});
+    FAILS(VMMFD_EXISTS, vmmfd_publisher_listen(second, broker, left));
+    uint64_t epoch = receive_of(subscriber, left, VMMFD_JOINED).epoch;
+    publish(publisher, 1);
+    EXPECT(receive_of(subscriber, left, VMMFD_SAMPLE).epoch == epoch);
+    every.policy = VMMFD_EVERY;
+    CHECK(vmmfd_subscriber_connect(device, left, &every, &refused));
+    /* Nothing of it ends with the connection. */
+    vmmfd_broker_free(broker);
+    vmmfd_sample_t failed = receive_of(refused, left, VMMFD_FAILED);
+    FAILS(VMMFD_DENIED, failed.error);
+    vmmfd_subscriber_free(refused);
+    CHECK(vmmfd_publisher_finish(publisher, LIMIT));
+    receive_of(subscriber, left, VMMFD_ENDED);
+    vmmfd_publisher_free(publisher);
+
+    open_topic(second, path, left);
+    EXPECT(receive_of(subscriber, left, VMMFD_RESET).epoch != epoch);
+    vmmfd_publisher_free(second);
+    EXPECT(receive_of(subscriber, left, VMMFD_CRASHED).pid == getpid());
+
+    pid_t child = start(program, backend, "topic", path);
+    receive_of(subscriber, "every/stream/other", VMMFD_JOINED);
+    receive_of(subscriber, "every/stream/other", VMMFD_SAMPLE);
+    EXPECT(kill(child, SIGKILL) == 0);
+    expect_exit(child, SIGKILL);
+    EXPECT(receive_of(subscriber, "every/stream/other", VMMFD_CRASHED).pid == child);
+    EXPECT(receive_none(subscriber, 0, 0) == VMMFD_NOTHING);
+    vmmfd_subscriber_free(subscriber);
+}
+
+void test_stream(const vmmfd_device_t *device, const char *backend, const char *program, const char *broker) {
     char folder[] = "/tmp/vmmfd-stream-XXXXXX", path[64];
     EXPECT(mkdtemp(folder) != NULL);
     snprintf(path, sizeof path, "%s/socket", folder);
@@ -527,6 +621,7 @@ void test_stream(const vmmfd_device_t *device, const char *backend, const char *
     test_refusals(device);
     test_subscribers(device, backend, program, path);
     test_publishers(device, backend, program, path);
+    test_topics(device, backend, program, broker);
     char command[96];
     snprintf(command, sizeof command, "rm -r %s", folder);
     EXPECT(system(command) == 0);

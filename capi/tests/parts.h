@@ -73,8 +73,8 @@ static inline uint32_t number(const vmmfd_array_t *array, uint64_t index) {
 /* The tests of every_broker.c. */
 void test_broker(const vmmfd_device_t *device, const char *path);
 
-/* The tests of every_stream.c; `program` is this program's path. */
-void test_stream(const vmmfd_device_t *device, const char *backend, const char *program);
+/* The tests of every_stream.c; `program` is this program's path, and `broker` a broker's. */
+void test_stream(const vmmfd_device_t *device, const char *backend, const char *program, const char *broker);
 
 /* Publishes or subscribes for the tests in another process. */
 void be_stream_peer(const char *backend, const char *role, const char *path);

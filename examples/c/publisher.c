@@ -50,7 +50,7 @@ int main(int argc, char **argv) {
     format.names = (const char *[]){"frame"};
     format.layouts = (const vmmfd_layout_t *[]){&layout};
     check(vmmfd_publisher_set_format(publisher, &format));
-    check(vmmfd_publisher_listen(publisher, argv[1]));
+    check(vmmfd_publisher_listen(publisher, NULL, argv[1]));
     wait_for_subscriber(publisher);
     for (uint64_t next = 1; next <= frames; next++) {
         check(vmmfd_publisher_loan(publisher, 0, 60000, &loan));
