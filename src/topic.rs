@@ -66,8 +66,17 @@ use crate::{
     sys::{above_standard, eventfd, fork::ProcessIdentity, lock, thread::spawn},
 };
 
-/// The most topics whose last publisher is remembered after it is gone.
-const MAX_EPOCHS: usize = 10_000;
+/// The most topics that are remembered without a publisher.
+const MAX_KNOWN: usize = 10_000;
+
+/// The most updates without a buffer that wait for the program. Beyond it, the oldest is dropped.
+const MAX_UPDATES: usize = 1024;
+
+/// The most publishers that are joined at a time.
+const MAX_JOINS: usize = 64;
+
+/// The pause before another look whether a publisher is joined.
+const TURN: Duration = Duration::from_millis(5);
 
 /// The pause after an attempt that the broker refused.
 const PAUSE: Duration = Duration::from_millis(250);
@@ -110,7 +119,6 @@ pub struct Follower {
     shared: Arc<Shared>,
     /// The program's.
     cancel: Cancel,
-    /// Dropped first: its threads use `shared`.
     _worker: Worker,
 }
 
@@ -156,11 +164,20 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     joined: Vec<Joined>,
-    /// The publishers that are joined or being joined, by topic.
-    epochs: HashMap<Arc<str>, u64>,
+    /// By topic.
+    known: HashMap<Arc<str>, Known>,
     updates: VecDeque<Update>,
     /// The place of the next search for a buffer, so that no publisher is preferred.
     turn: usize,
+}
+
+/// A topic.
+#[derive(Debug, Default)]
+struct Known {
+    /// The last publisher that is joined or being joined.
+    epoch: Option<u64>,
+    /// Whether any publisher was joined.
+    was_joined: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -195,11 +212,18 @@ impl Follower {
         let cancel = Cancel::new()?;
         let meetings = client.follow_topics(name, is_prefix, &cancel)?;
         let (join, driver, options) = (Arc::clone(&shared), driver.clone(), options.clone());
-        let joining = config.clone().cancel(&cancel);
+        let (joining, stop) = (config.clone().cancel(&cancel), cancel.clone());
         let mut threads = Joins::default();
         let worker = Worker::start(cancel, meetings, move |meeting| {
             threads.0.retain(|thread| !thread.is_finished());
-            let Some((topic, is_reset)) = join.begin(&meeting) else { return };
+            // A publisher that never answers has a thread until its time is over.
+            while threads.0.len() >= MAX_JOINS && stop.pause(TURN).is_ok() {
+                threads.0.retain(|thread| !thread.is_finished());
+            }
+            if let Err(error) = joining.trust.check(meeting.peer) {
+                return tracing::warn!(error = error.in_full(), topic = meeting.topic, "not joining a publisher");
+            }
+            let Some(topic) = join.begin(&meeting) else { return };
             let (join, driver, options, config) = (Arc::clone(&join), driver.clone(), options.clone(), joining.clone());
             let Meeting { epoch, peer, process, socket, .. } = meeting;
             let failed = (Arc::clone(&join), Arc::clone(&topic));
@@ -207,13 +231,13 @@ impl Follower {
                 call_no_checks();
                 let identity = Identity::introduced(peer, process);
                 let joined = Subscriber::over_as(socket, identity, &driver, device, &options, &config);
-                join.finish(topic, epoch, is_reset, joined);
+                join.finish(topic, epoch, joined);
             });
             match started {
                 Ok(thread) => threads.0.push(thread),
                 Err(error) => {
                     let error = Error::system("start a thread", error);
-                    failed.0.finish(failed.1, epoch, is_reset, Err(error));
+                    failed.0.finish(failed.1, epoch, Err(error));
                 }
             }
         })?;
@@ -259,10 +283,12 @@ impl Follower {
                 Ok(Some(Received::Sample(sample))) => Change::Sample(sample),
                 Ok(Some(Received::Ended)) => Change::Ended,
                 Ok(Some(Received::Crashed(peer))) => Change::Crashed(peer),
-                Err(error @ (Error::Interrupted { .. } | Error::Misuse { .. })) => return Err(error),
+                // Another thread has got the error, and removes it.
+                Err(Error::Misuse { .. }) => continue,
+                Err(error @ Error::Interrupted { .. }) => return Err(error),
                 Err(error) => Change::Failed(error),
             };
-            if !matches!(change, Change::Sample(_)) && !self.shared.forget(*epoch) {
+            if !matches!(change, Change::Sample(_)) && !self.shared.forget(subscriber) {
                 // Another thread has reported it.
                 continue;
             }
@@ -292,45 +318,48 @@ impl Shared {
         Ok(Self { state: Mutex::default(), epoll, news, creator: ProcessIdentity::current() })
     }
 
-    /// Notes that a publisher is being joined. Returns its topic, and whether it follows another publisher. `None` if it is known: the
-    /// broker was restarted.
-    fn begin(&self, meeting: &Meeting) -> Option<(Arc<str>, bool)> {
+    /// Notes that a publisher is being joined. Returns its topic. `None` if it is known: the broker was restarted.
+    fn begin(&self, meeting: &Meeting) -> Option<Arc<str>> {
         let topic: Arc<str> = meeting.topic.as_str().into();
-        let State { epochs, joined, .. } = &mut *lock(&self.state);
-        if epochs.len() >= MAX_EPOCHS {
-            epochs.retain(|topic, _| joined.iter().any(|joined| joined.topic == *topic));
+        let State { known, joined, .. } = &mut *lock(&self.state);
+        if known.len() >= MAX_KNOWN {
+            known.retain(|topic, _| joined.iter().any(|joined| joined.topic == *topic));
         }
-        let before = epochs.insert(Arc::clone(&topic), meeting.epoch);
-        (before != Some(meeting.epoch)).then_some((topic, before.is_some()))
+        let before = known.entry(Arc::clone(&topic)).or_default().epoch.replace(meeting.epoch);
+        (before != Some(meeting.epoch)).then_some(topic)
     }
 
-    fn finish(&self, topic: Arc<str>, epoch: u64, is_reset: bool, joined: Result<Subscriber>) {
+    fn finish(&self, topic: Arc<str>, epoch: u64, joined: Result<Subscriber>) {
         let watched = joined.and_then(|subscriber| {
             let watched = self.epoll.add(&subscriber, EpollEvent::new(EpollFlags::EPOLLIN, 0));
             watched.map(|()| subscriber).map_err(|errno| Error::system("watch a publisher", errno))
         });
         let state = &mut *lock(&self.state);
+        let known = state.known.entry(Arc::clone(&topic)).or_default();
         let change = match watched {
             Ok(subscriber) => {
                 let subscriber = Arc::new(subscriber);
                 state.joined.push(Joined { topic: Arc::clone(&topic), epoch, subscriber });
-                if is_reset { Change::Reset } else { Change::Joined }
+                if std::mem::replace(&mut known.was_joined, true) { Change::Reset } else { Change::Joined }
             }
             Err(error) => {
                 // After a restart of the broker, it is tried again.
-                state.epochs.remove(&topic);
+                known.epoch = known.epoch.filter(|last| *last != epoch);
                 Change::Failed(error)
             }
         };
+        if state.updates.len() >= MAX_UPDATES {
+            state.updates.pop_front();
+        }
         state.updates.push_back(Update { topic, epoch, change });
         let _ = self.news.write(1);
     }
 
     /// Removes a publisher. Returns false if it is removed.
-    fn forget(&self, epoch: u64) -> bool {
+    fn forget(&self, of: &Arc<Subscriber>) -> bool {
         let removed = {
             let joined = &mut lock(&self.state).joined;
-            let at = joined.iter().position(|joined| joined.epoch == epoch);
+            let at = joined.iter().position(|joined| Arc::ptr_eq(&joined.subscriber, of));
             at.map(|at| joined.swap_remove(at))
         };
         removed.is_some_and(|joined| {
@@ -346,8 +375,10 @@ struct Joins(Vec<JoinHandle<()>>);
 
 impl Drop for Joins {
     fn drop(&mut self) {
-        if self.0.drain(..).any(|thread| thread.join().is_err()) {
-            tracing::error!("a thread that joined a publisher panicked");
+        for thread in self.0.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread that joined a publisher panicked");
+            }
         }
     }
 }

@@ -17,8 +17,12 @@ use std::{
 };
 
 use nix::{
+    cmsg_space,
     poll::PollFlags,
-    sys::resource::{Resource, getrlimit},
+    sys::{
+        resource::{Resource, getrlimit},
+        socket::{ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg},
+    },
 };
 use rustix::{
     io::Errno,
@@ -350,19 +354,21 @@ pub(crate) enum Next {
 /// # Errors
 /// `WouldBlock` if no record is there and the connection is open. See recvmsg(2).
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
+    let mut byte = [0];
+    let mut parts = [io::IoSliceMut::new(&mut byte)];
     // The credentials leave no room for descriptors: the kernel installs none, and reports the truncation.
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let seen = look(socket, &mut ancillary)?;
-    let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
-    let credentials = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmCredentials(found) => {
-            Some(Peer { pid: found.pid.as_raw_nonzero().get(), uid: found.uid.as_raw() })
-        }
+    let mut space = cmsg_space!(UnixCredentials);
+    let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let seen = recvmsg::<()>(socket.as_fd().as_raw_fd(), &mut parts, Some(&mut space), flags)?;
+    let descriptors = seen.flags.contains(MsgFlags::MSG_CTRUNC);
+    // Not with rustix, whose type for a pid can't be 0: the kernel reports 0 for a process that is not visible here.
+    let mut credentials = seen.cmsgs().into_iter().flatten().filter_map(|message| match message {
+        ControlMessageOwned::ScmCredentials(found) => Some(Peer { pid: found.pid(), uid: found.uid() }),
         _ => None,
     });
-    let is_record = seen.bytes > 0 || credentials.is_some() || descriptors;
-    let sender = credentials.filter(|sender| sender.pid > 0);
+    let sender = credentials.next();
+    let is_record = seen.bytes > 0 || sender.is_some() || descriptors;
+    let sender = sender.filter(|sender| sender.pid > 0);
     Ok(if is_record { Next::Record { descriptors, sender } } else { Next::End })
 }
 

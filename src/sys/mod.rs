@@ -24,7 +24,7 @@ pub(crate) use self::{
     descriptor::{above_standard, occupy_standard, replace},
     heap::Heap,
     process::{fork_process, monotonic, pidfd_of, started_ms},
-    socket::{pass_descriptors, passes_descriptors, peer_groups, peer_pidfd, unread},
+    socket::{pass_descriptors, passes_descriptors, peer_groups, peer_process, unread},
 };
 
 /// The uid that the kernel reports for a user without a mapping in this user namespace: `/proc/sys/kernel/overflowuid`, or the kernel's

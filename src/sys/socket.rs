@@ -7,7 +7,7 @@ use std::{
 
 use nix::libc;
 
-use super::descriptor::above_standard;
+use super::{descriptor::above_standard, process::pidfd_of};
 
 /// The initial number of groups to read. Most users have fewer.
 const GROUPS: usize = 64;
@@ -81,6 +81,22 @@ pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has created the descriptor, close-on-exec, and no other code has its number.
     above_standard(unsafe { OwnedFd::from_raw_fd(pidfd) })
+}
+
+/// A pidfd of the process at the other end of a Unix socket: by its pid if the kernel has no better way. `None` if the process is not visible
+/// here, or gone.
+///
+/// # Errors
+/// `EMFILE`, `ENFILE` and `ENOMEM`.
+pub(crate) fn peer_process(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
+    let found = peer_pidfd(socket).or_else(|error| match error.raw_os_error() {
+        Some(libc::ENOPROTOOPT) => pidfd_of(pid),
+        _ => Err(error),
+    });
+    match found {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => Err(error),
+        found => Ok(found.ok()),
+    }
 }
 
 /// `SO_PEERPIDFD` of Linux 6.5, which libc lacks.

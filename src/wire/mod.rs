@@ -195,15 +195,20 @@ impl Message {
 
 fn check_subscribe(subscribe: &Subscribe) -> Result<(), ProtocolError> {
     let Subscribe { policy, queue, held, .. } = *subscribe;
-    let queues = match queue {
-        None => policy != Policy::Queue,
-        Some(length) => policy == Policy::Queue && (1..=MAX_QUEUE).contains(&length),
+    let problem = match (policy, queue) {
+        (Policy::Queue, None) => "a subscription with the policy `queue` has no length of the queue".to_owned(),
+        (Policy::Queue, Some(length)) if !(1..=MAX_QUEUE).contains(&length) => {
+            format!("a subscription has a queue of {length}: 1 to {MAX_QUEUE} are allowed")
+        }
+        (Policy::Latest | Policy::Every, Some(length)) => {
+            format!("a subscription has a queue of {length}, and another policy than `queue`")
+        }
+        _ if !(1..=MAX_HELD).contains(&held) => {
+            format!("a subscription holds {held} buffers: 1 to {MAX_HELD} are allowed")
+        }
+        _ => return Ok(()),
     };
-    if queues && (1..=MAX_HELD).contains(&held) {
-        return Ok(());
-    }
-    let message = format!("a subscription with the policy {policy:?}, a queue of {queue:?} and {held} held buffers");
-    Err(ProtocolError::Content(message))
+    Err(ProtocolError::Content(problem))
 }
 
 fn bounded(name: &str) -> Result<(), ProtocolError> {

@@ -225,6 +225,58 @@ fn a_stopped_publisher_holds_one_introduction() {
     assert_eq!(idle.ending().expect("an error").code, ErrorCode::Protocol);
 }
 
+/// Clients that close at the moment of their introduction stop nobody.
+#[test]
+fn dead_clients_stop_no_topic() {
+    let (served, subject) = (Served::alone(&[]), Subject::host());
+    let client = served.client();
+    let publisher = publisher(&subject);
+    topic::open(&client, "a", &publisher, None).unwrap();
+    let follow_a = Message::Follow(Follow { name: "a".to_owned(), prefix: false });
+    let open_a = Message::OpenTopic(OpenTopic { name: "b".to_owned(), epoch: 7, mode: None });
+    let waiting = follow(&client, Topics::Named("b"), &subject);
+    for _ in 0..20 {
+        // The broker reads the request and the close at once.
+        let raws: Vec<Raw> = [&follow_a, &open_a]
+            .map(|message| {
+                let raw = served.greeted().0;
+                served.while_stopped(|| {
+                    raw.send(message, &[]).unwrap();
+                    let _ = raw.0.shutdown(std::net::Shutdown::Both);
+                });
+                raw
+            })
+            .into();
+        drop(raws);
+    }
+    let follower = follow(&client, Topics::Named("a"), &subject);
+    expect(&follower, "a", "joined");
+    let begun = Instant::now();
+    while let Err(error) = topic::open(&client, "b", &publisher, None) {
+        assert!(begun.elapsed() < LIMIT, "{error}");
+    }
+    // The dead publishers may have failed.
+    while next(&waiting).1 != "joined" {}
+}
+
+/// One publisher has two topics. Each ends once.
+#[test]
+fn topics_of_one_publisher_end_one_by_one() {
+    let (served, subject) = (Served::alone(&[]), Subject::host());
+    let client = served.client();
+    let publisher = publisher(&subject);
+    ["a", "b"].iter().for_each(|name| topic::open(&client, name, &publisher, None).unwrap());
+    let follower = follow(&client, Topics::Prefix(""), &subject);
+    let mut seen: Vec<_> = (0..2).map(|_| next(&follower)).collect();
+    publish(&publisher, 1);
+    drop(publisher);
+    seen.extend((0..4).map(|_| next(&follower)));
+    seen.sort();
+    let expected = ["a 1", "a crashed", "a joined", "b 1", "b crashed", "b joined"];
+    assert_eq!(seen.iter().map(|(topic, what)| format!("{topic} {what}")).collect::<Vec<_>>(), expected);
+    assert!(follower.try_receive().unwrap().is_none() && follower.topics().is_empty());
+}
+
 #[test]
 fn descriptors_of_followers_show_updates() {
     let (served, subject) = (Served::alone(&[]), Subject::host());

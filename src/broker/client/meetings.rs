@@ -1,6 +1,7 @@
 //! Introductions of publishers and subscribers by the broker.
 
 use std::{
+    net::Shutdown,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
     time::Instant,
@@ -15,7 +16,7 @@ use crate::{
     broker::name::{check_name, check_prefix},
     channel::{Cancel, Peer, deadline_after, record::RecordSocket},
     error::{Error, PeerError, ProtocolError, Result},
-    sys::inherited::ClosedInForks,
+    sys::{fork::ProcessIdentity, inherited::ClosedInForks},
     wire::broker::{Follow, Meet, Message, Met, OpenTopic},
 };
 
@@ -29,6 +30,7 @@ pub(crate) struct Meetings {
     incoming: Vec<u8>,
     /// The number of failed attempts to connect since the last success.
     tries: u32,
+    creator: ProcessIdentity,
 }
 
 /// The other side of a stream.
@@ -62,11 +64,21 @@ impl Client {
         let dialler = self.0.second_connection("topics")?;
         let (socket, incoming, tries) = (None, buffer(), 0);
         let own = Arc::new(dialler.with_cancel(cancel));
-        let mut meetings = Meetings { dialler: own, request, socket, incoming, tries };
+        let mut meetings =
+            Meetings { dialler: own, request, socket, incoming, tries, creator: ProcessIdentity::current() };
         // The program's own request cancels the first attempt.
         meetings.connect(dialler, deadline_after(dialler.timeout))?;
         meetings.socket.iter_mut().for_each(|(socket, _)| socket.set_cancel(cancel));
         Ok(meetings)
+    }
+}
+
+impl Drop for Meetings {
+    /// The broker sees the end even if a fork of this process has a copy of the socket.
+    fn drop(&mut self) {
+        if let Some((socket, _)) = self.socket.as_ref().filter(|_| self.creator.is_current()) {
+            let _ = socket.stream().shutdown(Shutdown::Both);
+        }
     }
 }
 

@@ -1,16 +1,13 @@
 //! The identity of a peer: its process, and a descriptor that shows its exit.
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-};
+use std::os::fd::{AsFd, OwnedFd};
 
 use nix::libc;
 
 use crate::{
     channel::{Peer, record::check_type},
     error::{Error, Result},
-    sys::{peer_pidfd, pidfd_of},
+    sys::{peer_process, pidfd_of},
 };
 
 /// A peer, as the kernel or the process that introduced it reports it.
@@ -32,11 +29,9 @@ impl Identity {
     pub(crate) fn of(socket: &impl AsFd) -> Result<Self> {
         check_type(socket)?;
         let peer = Peer::of(socket)?;
-        let process = peer_pidfd(socket.as_fd()).or_else(|error| match is_short(&error) {
-            true => Err(error),
-            false => pidfd_of(peer.pid),
-        });
-        Self::with(peer, process)
+        let process = peer_process(socket.as_fd(), peer.pid);
+        let process = process.map_err(|error| Error::system("open a peer's pidfd", error))?;
+        Ok(Self { peer, process, is_introduced: false })
     }
 
     /// A process that has sent a record on the connection.
@@ -44,23 +39,16 @@ impl Identity {
     /// # Errors
     /// [`Error::System`](crate::Error::System).
     pub(crate) fn of_sender(peer: Peer) -> Result<Self> {
-        Self::with(peer, pidfd_of(peer.pid))
+        match pidfd_of(peer.pid) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+                Err(Error::system("open a peer's pidfd", error))
+            }
+            process => Ok(Self { peer, process: process.ok(), is_introduced: false }),
+        }
     }
 
     /// A process for which another process vouches.
     pub(crate) fn introduced(peer: Peer, process: Option<OwnedFd>) -> Self {
         Self { peer, process, is_introduced: true }
     }
-
-    fn with(peer: Peer, process: io::Result<OwnedFd>) -> Result<Self> {
-        match process {
-            Err(error) if is_short(&error) => Err(Error::system("open a peer's pidfd", error)),
-            process => Ok(Self { peer, process: process.ok(), is_introduced: false }),
-        }
-    }
-}
-
-/// Whether a call failed because this process or the kernel lacks room, and not because the kernel or a filter does not have the call.
-fn is_short(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
 }

@@ -85,6 +85,8 @@ pub(super) struct State {
     paused_until: Option<Instant>,
     /// What brings further subscribers, until the publisher finishes.
     pub(super) doors: Vec<Box<dyn Any + Send>>,
+    /// Whether the publisher is dropped.
+    pub(super) is_closed: bool,
     pub(super) desk: Desk,
     /// Whether a thread waits at the inbox.
     is_awaited: bool,
@@ -168,8 +170,17 @@ impl Hub {
         };
         let (members, listener, paused_until) = (BTreeMap::new(), None, None);
         let doors = Vec::new();
-        let state =
-            State { members, next_id: 1, listener, paused_until, doors, desk, is_awaited: false, is_short: false };
+        let state = State {
+            members,
+            next_id: 1,
+            listener,
+            paused_until,
+            doors,
+            is_closed: false,
+            desk,
+            is_awaited: false,
+            is_short: false,
+        };
         let core = Core::get()?;
         let cancel = config.cancellation()?;
         let hub = Arc::new_cyclic(|me| Self {
@@ -417,7 +428,7 @@ impl Hub {
         let closed = self.close_doors(&mut state);
         let members = std::mem::take(&mut state.members);
         members.into_values().for_each(|mut member| member.close(self));
-        state.desk.is_finished = true;
+        (state.desk.is_finished, state.is_closed) = (true, true);
         drop(state);
         drop(closed);
         self.core.detach(&self.source());

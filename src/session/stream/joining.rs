@@ -19,7 +19,10 @@ use crate::{
 };
 
 /// The most connections that have not joined yet. Beyond it, the oldest is closed.
-const MAX_JOINING: usize = 64;
+const MAX_JOINING: usize = 256;
+
+/// The most connections accepted in one go: a process that connects in a loop does not displace others before their records are read.
+const MAX_ACCEPTED: usize = 8;
 
 /// The most subscribers of a publisher whose sizes vary. A pool of fixed sizes has a limit in its number of buffers.
 const MAX_VARYING: usize = 1024;
@@ -41,7 +44,7 @@ pub(super) enum Progress {
 impl Hub {
     /// Accepts the connections that wait at the listener.
     pub(super) fn accept(&self, state: &mut State) {
-        for _ in 0..MAX_JOINING {
+        for _ in 0..MAX_ACCEPTED {
             let accepted = match &state.listener {
                 Some((listener, _)) => listener.accept(),
                 None => return,
@@ -67,6 +70,9 @@ impl Hub {
     /// # Errors
     /// [`Error::System`].
     pub(super) fn admit(&self, state: &mut State, socket: OwnedFd, identity: Identity) -> Result<()> {
+        if state.is_closed {
+            return Ok(());
+        }
         Self::make_room(state, MAX_JOINING);
         let trusted = self.config.trust.check(identity.peer);
         let socket = RecordSocket::new(socket, self.timeout(), &self.cancel)?;
@@ -83,19 +89,27 @@ impl Hub {
 
     /// Closes the oldest connections that have not joined, so that fewer than `most` remain. Returns whether any was closed.
     fn make_room(state: &mut State, most: usize) -> bool {
-        let idle = |member: &&mut Member| {
-            matches!(
-                member.stage,
-                Stage::Joining { progress: Progress::Silent | Progress::Greeted { .. }, .. } | Stage::Refused { .. }
-            )
+        let is_refused = |member: &Member| matches!(member.stage, Stage::Refused { .. });
+        let is_silent = |member: &Member| {
+            let Stage::Joining { progress, .. } = &member.stage else { return false };
+            // A broker introduces each follower once, and limits how many there are.
+            matches!(progress, Progress::Silent | Progress::Greeted { .. }) && !member.identity.is_introduced
         };
-        let count = state.members.values_mut().filter(idle).count();
-        let closed = state.members.values_mut().filter(idle).take((count + 1).saturating_sub(most));
-        let mut any = false;
-        closed.for_each(|member| {
-            member.stage = Stage::Gone;
-            any = true;
-        });
+        let count = state.members.values().filter(|member| is_refused(member) || is_silent(member)).count();
+        let mut excess = (count + 1).saturating_sub(most);
+        let any = excess > 0;
+        for closes in [&is_refused as &dyn Fn(&Member) -> bool, &is_silent] {
+            for member in state.members.values_mut().filter(|member| closes(member)).take(excess) {
+                if is_silent(member) {
+                    member.send_error(&mismatch(
+                        ErrorCode::Full,
+                        "too many connections that do not subscribe: try again",
+                    ));
+                }
+                member.stage = Stage::Gone;
+                excess -= 1;
+            }
+        }
         state.desk.has_gone |= any;
         any
     }

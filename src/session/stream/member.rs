@@ -25,7 +25,7 @@ use crate::{
     error::{Error, PeerError, ProtocolError, Result},
     session::link::{code_for, unexpected, violation},
     sys::{pass_descriptors, thread::spawn},
-    wire::{Done, End, Failure, Leave, MAX_HELD, Message},
+    wire::{Done, End, Failure, Leave, MAX_HELD, Message, is_error},
 };
 
 /// How long a refused peer may take to read the reason and close.
@@ -193,8 +193,7 @@ impl Member {
             let Some(socket) = &self.socket else { return true };
             let handled = match socket.try_receive(&mut desk.incoming) {
                 Ok(Arrival::Record(_)) if matches!(self.stage, Stage::Refused { .. } | Stage::Gone) => continue,
-                Ok(Arrival::Record(record)) => Message::decode(&desk.incoming[..record.length], record.fds.len())
-                    .map_err(Error::from)
+                Ok(Arrival::Record(record)) => decode(&desk.incoming[..record.length], record.fds.len())
                     .and_then(|message| self.handle(message, desk, hub)),
                 Ok(Arrival::Broken(error)) => Err(error.into()),
                 Ok(Arrival::End) => {
@@ -450,7 +449,7 @@ impl Member {
         hub.core.wake();
     }
 
-    fn send_error(&self, error: &Error) {
+    pub(super) fn send_error(&self, error: &Error) {
         if let Some(code) = code_for(error) {
             self.send(&Message::Error(Failure { code, message: error.in_full() }));
         }
@@ -495,6 +494,14 @@ impl Member {
 fn send_format(socket: &RecordSocket, format: &FormatRecord) -> io::Result<()> {
     let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
     send_raw(socket.stream(), &format.bytes, &fds)
+}
+
+/// An unreadable `error` is not answered with another.
+fn decode(record: &[u8], fds: usize) -> Result<Message> {
+    Message::decode(record, fds).map_err(|error| match is_error(record) {
+        true => ProtocolError::UnreadableError { source: Box::new(error) }.into(),
+        false => error.into(),
+    })
 }
 
 /// Closes a socket in a separate thread: the kernel also closes the descriptors in its queue, and this can block.

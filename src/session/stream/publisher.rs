@@ -100,7 +100,14 @@ impl Publisher {
 
     /// Keeps a value until the publisher finishes or is dropped.
     pub(crate) fn keep(&self, door: Box<dyn Any + Send>) {
-        self.hub.lock().doors.push(door);
+        let mut state = self.hub.lock();
+        if state.desk.is_finished {
+            // Its drop waits for a thread that may want the lock.
+            drop(state);
+            drop(door);
+        } else {
+            state.doors.push(door);
+        }
     }
 
     /// Describes the buffers that are published from now on.

@@ -22,6 +22,7 @@ cases! {
     wrong_joins_are_refused,
     wrong_publications_end_the_session,
     floods_do_not_block,
+    connection_floods_exclude_nobody,
     blocking_descriptors_are_not_received,
     unknown_returns_are_limited,
     error_keeps_buffers,
@@ -138,7 +139,7 @@ fn wrong_joins_are_refused(subject: Subject) {
     }
     assert_eq!(tell(&[other, subscription(1)]), ErrorCode::Backend);
     // The room of all of them is free again; many that say nothing exclude nobody.
-    let silent: Vec<_> = (0..100).map(|_| dial(&stage.path)).collect();
+    let silent: Vec<_> = (0..300).map(|_| dial(&stage.path)).collect();
     stage.join(&subject, SubscribeOptions::default().held(2));
     drop(silent);
     // A connection that does not join in time is refused.
@@ -148,6 +149,21 @@ fn wrong_joins_are_refused(subject: Subject) {
     let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &config).unwrap();
     publisher.listen(&path).unwrap();
     assert_eq!(told(&mut dial(&path)), ErrorCode::Timeout);
+}
+
+fn connection_floods_exclude_nobody(subject: Subject) {
+    let stage = Stage::fixed(&subject, 6);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                drop(crate::conversation::raw(&stage.path));
+            }
+        });
+        let joined = (0..20).filter(|_| subscribe(&subject, &stage.path, &SubscribeOptions::default()).is_ok()).count();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(joined, 20);
+    });
 }
 
 /// A record with descriptors whose close blocks was sent before the publisher could refuse descriptors.

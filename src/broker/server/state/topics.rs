@@ -17,6 +17,9 @@ pub(crate) struct Topics {
     open: BTreeMap<Arc<str>, Topic>,
     publishers: HashMap<ConnectionId, Arc<str>>,
     followers: BTreeMap<ConnectionId, Follower>,
+    /// The topics whose publishers have taken their last introductions. So a stopped publisher holds two descriptors, and not two for each
+    /// follower.
+    ready: BTreeSet<Arc<str>>,
 }
 
 #[derive(Debug)]
@@ -25,9 +28,7 @@ struct Topic {
     epoch: u64,
     owner: Owner,
     mode: u16,
-    /// Whether the publisher has taken the last introduction. So a stopped publisher holds two descriptors, and not one for each follower.
-    ready: bool,
-    /// The number of followers that were introduced and are still connected to the broker.
+    /// The followers that were introduced and are still connected to the broker.
     introduced: BTreeSet<ConnectionId>,
 }
 
@@ -75,10 +76,11 @@ impl Topics {
         }
         let (name, publisher): (Arc<str>, _) = (name.into(), caller.connection);
         let (owner, introduced) = (Owner { uid: caller.uid, gid: caller.gid }, BTreeSet::new());
-        let topic = Topic { publisher, epoch, owner, mode, ready: true, introduced };
+        let topic = Topic { publisher, epoch, owner, mode, introduced };
         for follower in self.followers.values_mut().filter(|follower| follower.wants(&name, &topic)) {
             follower.unmet.insert(Arc::clone(&name));
         }
+        self.ready.insert(Arc::clone(&name));
         self.publishers.insert(publisher, Arc::clone(&name));
         self.open.insert(name, topic);
         Ok(())
@@ -95,15 +97,18 @@ impl Topics {
 
     /// A client has taken its last introduction. Returns false if it was not sent one.
     pub(crate) fn met(&mut self, id: ConnectionId) -> bool {
-        let topic = self.publishers.get(&id).and_then(|name| self.open.get_mut(name)).map(|topic| &mut topic.ready);
-        let ready = topic.or_else(|| self.followers.get_mut(&id).map(|follower| &mut follower.ready));
-        ready.is_some_and(|ready| !std::mem::replace(ready, true))
+        match (self.publishers.get(&id), self.followers.get_mut(&id)) {
+            (Some(name), _) => self.ready.insert(Arc::clone(name)),
+            (None, Some(follower)) => !std::mem::replace(&mut follower.ready, true),
+            (None, None) => false,
+        }
     }
 
     /// Removes a client that has closed its connection.
     pub(crate) fn remove(&mut self, id: ConnectionId) {
         if let Some(name) = self.publishers.remove(&id) {
             self.open.remove(&name);
+            self.ready.remove(&name);
             for follower in self.followers.values_mut() {
                 follower.unmet.remove(&name);
             }
@@ -119,15 +124,39 @@ impl Topics {
     pub(crate) fn meetings(&mut self) -> Vec<Meeting> {
         let mut meetings = Vec::new();
         for (&follower, waiting) in self.followers.iter_mut().filter(|(_, follower)| follower.ready) {
-            let is_ready = |name: &&Arc<str>| self.open.get(*name).is_some_and(|topic| topic.ready);
-            let Some(name) = waiting.unmet.iter().find(is_ready).cloned() else { continue };
+            if self.ready.is_empty() {
+                break;
+            }
+            let (few, many) = match self.ready.len() < waiting.unmet.len() {
+                true => (&self.ready, &waiting.unmet),
+                false => (&waiting.unmet, &self.ready),
+            };
+            let Some(name) = few.iter().find(|name| many.contains(*name)).cloned() else { continue };
             let Some(topic) = self.open.get_mut(&name) else { continue };
-            (waiting.ready, topic.ready) = (false, false);
+            self.ready.remove(&name);
             waiting.unmet.remove(&name);
+            waiting.ready = false;
             topic.introduced.insert(follower);
             meetings.push(Meeting { topic: name, epoch: topic.epoch, publisher: topic.publisher, follower });
         }
         meetings
+    }
+
+    /// Undoes a meeting: at least one of the clients was not sent its introduction.
+    pub(crate) fn withdraw(&mut self, meeting: &Meeting) {
+        let Meeting { topic: name, publisher, follower, .. } = meeting;
+        let topic = self.open.get_mut(name).filter(|topic| topic.publisher == *publisher);
+        let is_open = topic.is_some();
+        if let Some(topic) = topic {
+            topic.introduced.remove(follower);
+            self.ready.insert(Arc::clone(name));
+        }
+        if let Some(waiting) = self.followers.get_mut(follower) {
+            waiting.ready = true;
+            if is_open {
+                waiting.unmet.insert(Arc::clone(name));
+            }
+        }
     }
 
     /// The topics that a client may read, with their publishers and the number of followers.
@@ -192,6 +221,19 @@ mod tests {
         assert_eq!(pairs(&mut topics), []);
         assert!(topics.met(ConnectionId(11)));
         assert_eq!(pairs(&mut topics), [(4, 11)]);
+        // The introduction was not sent, because one of them is gone.
+        let lost =
+            Meeting { topic: "camera/left".into(), epoch: 8, publisher: ConnectionId(4), follower: ConnectionId(11) };
+        topics.withdraw(&lost);
+        assert_eq!(pairs(&mut topics), [(4, 11)]);
+        topics.withdraw(&lost);
+        topics.remove(ConnectionId(11));
+        topics.follow(&caller(14, 70_002), "camera/left".to_owned(), false);
+        assert_eq!(pairs(&mut topics), [(4, 14)], "the dead follower does not stop the topic");
+        topics.remove(ConnectionId(4));
+        topics.withdraw(&Meeting { follower: ConnectionId(14), ..lost });
+        topics.open(&caller(5, 70_001), "camera/left", 9, 0o644).unwrap();
+        assert_eq!(pairs(&mut topics), [(5, 14)], "the dead publisher does not stop the follower");
         topics.remove(ConnectionId(12));
         assert!(!topics.met(ConnectionId(12)));
         assert_eq!(topics.list(&caller(20, 0), "").count(), 2);

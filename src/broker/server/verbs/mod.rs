@@ -23,6 +23,6 @@ mod put;
 mod reply;
 #[cfg(test)]
 mod tests;
-mod topic;
+pub(super) mod topic;
 
 pub(super) mod watch;

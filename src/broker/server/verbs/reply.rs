@@ -74,8 +74,10 @@ pub(crate) fn answer(state: &mut State, effects: &mut Effects, id: ConnectionId,
 
 pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    if matches!(std::mem::take(&mut client.request), PendingRequest::Watch(_)) {
-        state.watchers.remove(id);
+    match std::mem::take(&mut client.request) {
+        PendingRequest::Watch(_) => state.watchers.remove(id),
+        PendingRequest::Topic => state.topics.remove(id),
+        _ => {}
     }
     if client.greeted {
         effects.push(Effect::Deadline { client: id, deadline: None });
