@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import client
-from client import BROKER, GRANULARITY, HANDOFF, Broker, Consumer, Failure, Memory
+from client import BROKER, GRANULARITY, HANDOFF, Broker, Connection, Consumer, Failure, Memory
 
 SALT, SIZES, SIZE = 0x12345678, [GRANULARITY, 2 * GRANULARITY, GRANULARITY], (7 << 20) + 3
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -127,6 +127,32 @@ def produces(place: Place) -> None:
             expect("the first", first["index"], 4_000_001 // 4 if mismatches else None)
 
 
+def subscribes(place: Place) -> None:
+    """as a subscriber: the buffers of `vmmfd pub`, each given back, and the end"""
+    options = "--at", place.path, "--size", "70001", "--count", "9", "--subscribers", "1", "--every", "30s"
+    with (
+        place.running("pub", "--backend", "host", *options),
+        Connection(place.path, HANDOFF, 30.0, "host", "stream") as peer,
+        Memory([]) as pool,
+    ):
+        peer.send("subscribe", {"policy": "every", "held": 2, "history": 0})
+        stream, offer = peer.receive("stream")[1], peer.receive("offer")[1]
+        part = offer["part"]
+        pool.expect(offer["memory"], offer["access"], part, None, True)
+        while len(pool.segments) < part["segments"]:
+            _, body, fds = peer.receive("segments")
+            pool.add(fds, body["sizes"], part, body["first"] == len(pool.segments))
+            peer.send("received", {"segments": len(pool.segments)})
+        peer.receive("format")
+        for number in range(1, 10):
+            ready = peer.receive("ready")[1]
+            expect("number", ready["number"], number)
+            salt, begin = (stream["epoch"] + number) % (1 << 32), ready["offset"]
+            expect("bytes", pool.read()[begin : begin + stream["size"]] == client.pattern(salt, 0, stream["size"]), True)
+            peer.send("done", {"number": number})
+        expect("published", peer.receive("end")[1]["published"], 9)
+
+
 def puts(place: Place) -> None:
     """to a broker: an object for `vmmfd get`, and an object of 300 segments"""
     data = os.urandom(SIZE)
@@ -168,7 +194,7 @@ def page(place: Place) -> None:
         expect("output", subprocess.check_output(command, env=environment, text=True, timeout=LIMIT), "True\n")
 
 
-for test in (golden, consumes, is_refused, produces, puts, gets, page):
+for test in (golden, consumes, is_refused, produces, subscribes, puts, gets, page):
     with tempfile.TemporaryDirectory(prefix="vmmfd-", dir="/tmp") as folder:
         place = Place(Path(sys.argv[1]).resolve(), folder)
         try:
