@@ -42,13 +42,13 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, Mutex},
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use nix::{
     poll::PollFlags,
     sys::{
-        epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags},
+        epoll::{Epoll, EpollEvent, EpollFlags},
         eventfd::EventFd,
     },
 };
@@ -63,7 +63,7 @@ use crate::{
         Config,
         stream::{Identity, Publisher, Received, Sample, SubscribeOptions, Subscriber},
     },
-    sys::{above_standard, eventfd, fork::ProcessIdentity, lock, thread::spawn},
+    sys::{epoll, eventfd, fork::ProcessIdentity, lock, thread::spawn},
 };
 
 /// The most topics that are remembered without a publisher.
@@ -312,8 +312,7 @@ impl AsFd for Follower {
 
 impl Shared {
     fn new() -> io::Result<Self> {
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        let (epoll, news) = (Epoll(above_standard(epoll.0)?), eventfd()?);
+        let (epoll, news) = (epoll()?, eventfd()?);
         epoll.add(&news, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
         Ok(Self { state: Mutex::default(), epoll, news, creator: ProcessIdentity::current() })
     }
@@ -396,22 +395,21 @@ impl Worker {
         let stop = cancel.clone();
         let run = move || {
             call_no_checks();
-            let mut failed_since = None;
+            let mut is_reported = false;
             while stop.check().is_ok() {
                 match meetings.next() {
                     Ok(meeting) => {
-                        failed_since = None;
+                        is_reported = false;
                         meet(meeting);
                     }
                     Err(Error::Interrupted { .. }) => break,
                     Err(error) => {
-                        if failed_since.is_none() {
+                        if !std::mem::replace(&mut is_reported, true) {
                             tracing::warn!(
                                 error = error.in_full(),
                                 "the broker introduces no more peers: trying again"
                             );
                         }
-                        failed_since.get_or_insert_with(Instant::now);
                         if stop.pause(PAUSE).is_err() {
                             break;
                         }

@@ -40,7 +40,7 @@ versioned!(vmmfd_format_t);
 /// Reads a format of the caller.
 ///
 /// # Errors
-/// If it is null; those of its names and layouts.
+/// If it is null, or one of its names or layouts is wrong.
 pub(crate) fn read(format: *const vmmfd_format_t) -> Outcome<Format> {
     let format = options(format)?.ok_or_else(|| Failure::invalid("format is NULL: pass the arrays and the blob"))?;
     let names = list(format.names, format.array_count, "names")?;

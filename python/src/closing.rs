@@ -99,6 +99,15 @@ impl<T: Send + Sync + 'static> Side<T> {
         self.open.is_closed()
     }
 
+    /// Closes it as [`Side::close`], and drops what was received for a later call.
+    pub(crate) fn close_with<Q: Default + Send>(&self, py: Python<'_>, received: &Mutex<Q>) {
+        if self.check().is_ok() {
+            let unused = std::mem::take(&mut *lock(received));
+            py.detach(|| drop(unused));
+        }
+        self.close(py);
+    }
+
     /// Closes it once its calls in other threads have returned. Does nothing in a fork.
     pub(crate) fn close(&self, py: Python<'_>) {
         let value = self.open.take();

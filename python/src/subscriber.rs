@@ -159,10 +159,6 @@ impl Subscriber {
     }
 
     fn close(&self, py: Python<'_>) {
-        if self.side.check().is_ok() {
-            let unused = std::mem::take(&mut *lock(&self.next));
-            py.detach(|| drop(unused));
-        }
-        self.side.close(py);
+        self.side.close_with(py, &self.next);
     }
 }

@@ -104,10 +104,6 @@ impl TopicFollower {
     }
 
     fn close(&self, py: Python<'_>) {
-        if self.side.check().is_ok() {
-            let unused = std::mem::take(&mut *lock(&self.next));
-            py.detach(|| drop(unused));
-        }
-        self.side.close(py);
+        self.side.close_with(py, &self.next);
     }
 }

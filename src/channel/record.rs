@@ -5,7 +5,7 @@
 
 use std::{
     fs, io,
-    mem::MaybeUninit,
+    mem::{ManuallyDrop, MaybeUninit},
     net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -27,8 +27,8 @@ use nix::{
 use rustix::{
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendFlags,
-        SocketType, sockopt,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketType,
+        sockopt,
     },
 };
 use sendfd::SendWithFd;
@@ -36,7 +36,7 @@ use sendfd::SendWithFd;
 use super::{Cancel, Peer, deadline_after};
 use crate::{
     error::{Error, MemoryError, PeerError, Result, SocketError},
-    sys::above_standard,
+    sys::{above_standard, thread::spawn},
     wire::{MAX_FDS, ProtocolError, claimed_fds},
 };
 
@@ -228,9 +228,12 @@ impl RecordSocket {
                         thread::yield_now();
                         continue;
                     }
-                    let process = self.process.as_ref().map_or(self.as_fd(), AsFd::as_fd);
-                    let polled = [(self.as_fd(), PollFlags::POLLIN), (process, PollFlags::POLLIN)];
-                    match self.cancel.wait_any(polled, deadline)? {
+                    let own = (self.as_fd(), PollFlags::POLLIN);
+                    let ready = match &self.process {
+                        None => self.cancel.wait_any([own], deadline)?,
+                        Some(process) => self.cancel.wait_any([own, (process.as_fd(), PollFlags::POLLIN)], deadline)?,
+                    };
+                    match ready {
                         None => return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout })),
                         Some(0) => {}
                         Some(_) if exited => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
@@ -265,6 +268,18 @@ impl RecordSocket {
     /// Shuts down writing: the peer receives all sent records, then the close. See shutdown(2).
     pub fn shut_down_writing(&self) -> io::Result<()> {
         self.socket.shutdown(Shutdown::Write)
+    }
+
+    /// Closes the connection: the peer sees the end even if a fork of this process has a copy of the socket. Does not block: the kernel closes
+    /// the descriptors in the queue too, which can block, so a separate thread closes a socket that may have some.
+    pub fn close(self) {
+        if is_drained(&self) {
+            return;
+        }
+        let socket = ManuallyDrop::new(self);
+        if let Err(error) = spawn("vmmfd-closer", move || drop(ManuallyDrop::into_inner(socket))) {
+            tracing::error!(%error, "a connection with descriptors in its queue stays open");
+        }
     }
 
     /// Receives and discards records. Returns true when the peer has closed the connection, false after the deadline or a cancellation.
@@ -377,7 +392,9 @@ pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
 /// # Errors
 /// The errors of [`peek`].
 pub(crate) fn peek_unsigned(socket: impl AsFd) -> io::Result<Next> {
-    let seen = look(socket, &mut RecvAncillaryBuffer::default())?;
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let mut nothing = RecvAncillaryBuffer::default();
+    let seen = rustix::net::recvmsg(socket, &mut [io::IoSliceMut::new(&mut [0])], &mut nothing, flags)?;
     let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
     Ok(if seen.bytes > 0 || descriptors { Next::Record { descriptors, sender: None } } else { Next::End })
 }
@@ -415,11 +432,6 @@ pub(crate) fn is_drained(socket: &impl AsFd) -> bool {
         }
     }
     false
-}
-
-fn look(socket: impl AsFd, ancillary: &mut RecvAncillaryBuffer<'_>) -> rustix::io::Result<RecvMsg> {
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    rustix::net::recvmsg(socket, &mut [io::IoSliceMut::new(&mut [0])], ancillary, flags)
 }
 
 /// Checks that a socket preserves record boundaries and passes descriptors.

@@ -8,7 +8,10 @@ use std::{
 
 use nix::{
     libc,
-    sys::eventfd::{EfdFlags, EventFd},
+    sys::{
+        epoll::{Epoll, EpollCreateFlags},
+        eventfd::{EfdFlags, EventFd},
+    },
 };
 
 /// Moves a new descriptor to a number above 2. A program that has closed stdin, stdout or stderr would otherwise read from or print to the
@@ -38,6 +41,15 @@ pub fn eventfd() -> io::Result<EventFd> {
     let new = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
     // SAFETY: the descriptor is an eventfd.
     Ok(unsafe { EventFd::from_owned_fd(above_standard(new.into())?) })
+}
+
+/// Creates an epoll instance, close-on-exec.
+///
+/// # Errors
+/// See epoll_create1(2).
+pub(crate) fn epoll() -> io::Result<Epoll> {
+    let new = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+    Ok(Epoll(above_standard(new.0)?))
 }
 
 /// Atomically makes `descriptor` a close-on-exec duplicate of `by` and closes its old file: at no time can another thread get the number

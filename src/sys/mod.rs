@@ -21,9 +21,9 @@ pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub use self::steps::interruptible;
 pub(crate) use self::{
-    descriptor::{above_standard, occupy_standard, replace},
+    descriptor::{above_standard, epoll, occupy_standard, replace},
     heap::Heap,
-    process::{fork_process, monotonic, pidfd_of, started_ms},
+    process::{fork_process, monotonic, pidfd_of, process_of, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, peer_process, unread},
 };
 

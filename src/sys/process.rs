@@ -40,6 +40,22 @@ pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     above_standard(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
+/// A pidfd of a process. `None` if the process is not visible here or gone, or the kernel or a filter does not have the call.
+///
+/// # Errors
+/// `EMFILE`, `ENFILE` and `ENOMEM`.
+pub(crate) fn process_of(pid: i32) -> io::Result<Option<OwnedFd>> {
+    unless_short(pidfd_of(pid))
+}
+
+/// Only the lack of room in this process or the kernel remains an error.
+pub(super) fn unless_short(found: io::Result<OwnedFd>) -> io::Result<Option<OwnedFd>> {
+    match found {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => Err(error),
+        found => Ok(found.ok()),
+    }
+}
+
 /// The time of `CLOCK_MONOTONIC`, which all processes of this machine share. Not by rustix, which looks for the vDSO itself and crashes under
 /// valgrind.
 pub(crate) fn monotonic() -> Duration {

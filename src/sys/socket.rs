@@ -7,7 +7,10 @@ use std::{
 
 use nix::libc;
 
-use super::{descriptor::above_standard, process::pidfd_of};
+use super::{
+    descriptor::above_standard,
+    process::{process_of, unless_short},
+};
 
 /// The initial number of groups to read. Most users have fewer.
 const GROUPS: usize = 64;
@@ -89,13 +92,9 @@ pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 /// # Errors
 /// `EMFILE`, `ENFILE` and `ENOMEM`.
 pub(crate) fn peer_process(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
-    let found = peer_pidfd(socket).or_else(|error| match error.raw_os_error() {
-        Some(libc::ENOPROTOOPT) => pidfd_of(pid),
-        _ => Err(error),
-    });
-    match found {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => Err(error),
-        found => Ok(found.ok()),
+    match peer_pidfd(socket) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => process_of(pid),
+        found => unless_short(found),
     }
 }
 

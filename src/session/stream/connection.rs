@@ -1,13 +1,14 @@
 //! The identity of a peer: its process, and a descriptor that shows its exit.
 
-use std::os::fd::{AsFd, OwnedFd};
-
-use nix::libc;
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
 
 use crate::{
     channel::{Peer, record::check_type},
     error::{Error, Result},
-    sys::{peer_process, pidfd_of},
+    sys::{peer_process, process_of},
 };
 
 /// A peer, as the kernel or the process that introduced it reports it.
@@ -29,9 +30,7 @@ impl Identity {
     pub(crate) fn of(socket: &impl AsFd) -> Result<Self> {
         check_type(socket)?;
         let peer = Peer::of(socket)?;
-        let process = peer_process(socket.as_fd(), peer.pid);
-        let process = process.map_err(|error| Error::system("open a peer's pidfd", error))?;
-        Ok(Self { peer, process, is_introduced: false })
+        Self::with(peer, peer_process(socket.as_fd(), peer.pid))
     }
 
     /// A process that has sent a record on the connection.
@@ -39,12 +38,12 @@ impl Identity {
     /// # Errors
     /// [`Error::System`](crate::Error::System).
     pub(crate) fn of_sender(peer: Peer) -> Result<Self> {
-        match pidfd_of(peer.pid) {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
-                Err(Error::system("open a peer's pidfd", error))
-            }
-            process => Ok(Self { peer, process: process.ok(), is_introduced: false }),
-        }
+        Self::with(peer, process_of(peer.pid))
+    }
+
+    fn with(peer: Peer, process: io::Result<Option<OwnedFd>>) -> Result<Self> {
+        let process = process.map_err(|error| Error::system("open a peer's pidfd", error))?;
+        Ok(Self { peer, process, is_introduced: false })
     }
 
     /// A process for which another process vouches.

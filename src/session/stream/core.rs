@@ -16,14 +16,14 @@ use std::{
 };
 
 use nix::sys::{
-    epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+    epoll::{Epoll, EpollEvent, EpollFlags, EpollTimeout},
     eventfd::EventFd,
 };
 
 use crate::{
     error::{Error, Result},
     sys::{
-        above_standard, eventfd,
+        epoll, eventfd,
         fork::{PerProcess, ProcessIdentity},
         lock,
         thread::spawn,
@@ -80,12 +80,6 @@ impl std::fmt::Debug for Shared {
 /// A watched descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Token(u64);
-
-/// Creates an epoll instance.
-pub(super) fn epoll() -> io::Result<Epoll> {
-    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-    Ok(Epoll(above_standard(epoll.0)?))
-}
 
 impl Core {
     /// The running thread, or a new one.

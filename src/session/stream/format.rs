@@ -1,10 +1,18 @@
 //! The description of a stream's buffers, sent when it changes.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
 
 use super::misuse;
 use crate::{
     array::ArrayDescriptor,
+    channel::record::send_raw,
     error::{Error, ProtocolError, Result},
     sys::table,
     wire::{self, MAX_BLOB, Message, NamedArray},
@@ -34,8 +42,8 @@ impl Format {
 /// A format's record, with the descriptor of its blob.
 #[derive(Debug)]
 pub(super) struct FormatRecord {
-    pub(super) bytes: Vec<u8>,
-    pub(super) blob: Option<OwnedFd>,
+    bytes: Vec<u8>,
+    blob: Option<OwnedFd>,
 }
 
 impl FormatRecord {
@@ -49,6 +57,13 @@ impl FormatRecord {
         let blob = length.map(|_| table::sealed(&format.blob)).transpose();
         let blob = blob.map_err(|error| Error::system("create a memfd for a format", error))?;
         Ok(Arc::new(Self { bytes, blob }))
+    }
+
+    /// # Errors
+    /// See [`send_raw`].
+    pub(super) fn send(&self, socket: &UnixStream) -> io::Result<()> {
+        let fds: Vec<_> = self.blob.iter().map(AsFd::as_fd).collect();
+        send_raw(socket, &self.bytes, &fds)
     }
 }
 

@@ -19,7 +19,7 @@ use nix::{
 };
 
 use super::{
-    core::{Core, Source, Token, epoll},
+    core::{Core, Source, Token},
     event::{Event, Usage},
     format::FormatRecord,
     ledger::{Ledger, Limits},
@@ -33,7 +33,7 @@ use crate::{
     error::{Error, Result},
     memory::{Chunk, Device, Region, Shared, Spec},
     session::opening::Offer,
-    sys::{eventfd, fork::ProcessIdentity, lock, pass_descriptors},
+    sys::{epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
 

@@ -2,7 +2,6 @@
 
 use std::{
     io,
-    mem::ManuallyDrop,
     os::fd::AsFd,
     sync::Arc,
     time::{Duration, Instant},
@@ -21,10 +20,10 @@ use super::{
     options::Policy,
 };
 use crate::{
-    channel::record::{Arrival, Next, RecordSocket, is_drained, is_gone, peek, peek_unsigned, send_raw},
+    channel::record::{Arrival, Next, RecordSocket, is_gone, peek, peek_unsigned},
     error::{Error, PeerError, ProtocolError, Result},
     session::link::{code_for, unexpected, violation},
-    sys::{pass_descriptors, thread::spawn},
+    sys::pass_descriptors,
     wire::{Done, End, Failure, Leave, MAX_HELD, Message, is_error},
 };
 
@@ -159,10 +158,7 @@ impl Member {
         if let Some(token) = self.socket_token.take() {
             hub.core.remove(token, socket.as_fd());
         }
-        // The shutdown is visible to the peer even if a fork of this process has a copy of the socket.
-        if !is_drained(&socket) {
-            close_elsewhere(socket);
-        }
+        socket.close();
     }
 
     pub(super) fn info(&self) -> SubscriberInfo {
@@ -325,7 +321,7 @@ impl Member {
             if let Some(format) = &publication.format
                 && self.format.as_ref().is_none_or(|known| !Arc::ptr_eq(known, format))
             {
-                match send_format(socket, format) {
+                match format.send(socket.stream()) {
                     Ok(()) => self.format = Some(Arc::clone(format)),
                     Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
                         self.retry = Some(Instant::now() + PAUSE);
@@ -382,7 +378,7 @@ impl Member {
         let added = hub.inbox.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, self.id));
         added.map_err(|errno| Error::system("watch a subscriber", errno))?;
         let format = desk.format.clone().map_or_else(|| FormatRecord::of(&Format::default()), Ok)?;
-        send_format(socket, &format).map_err(|_| unsent())?;
+        format.send(socket.stream()).map_err(|_| unsent())?;
         self.format = Some(format);
         self.stage = Stage::Active;
         desk.ledger.activate(self.id, history);
@@ -491,23 +487,10 @@ impl Member {
     }
 }
 
-fn send_format(socket: &RecordSocket, format: &FormatRecord) -> io::Result<()> {
-    let fds: Vec<_> = format.blob.iter().map(AsFd::as_fd).collect();
-    send_raw(socket.stream(), &format.bytes, &fds)
-}
-
 /// An unreadable `error` is not answered with another.
 fn decode(record: &[u8], fds: usize) -> Result<Message> {
     Message::decode(record, fds).map_err(|error| match is_error(record) {
         true => ProtocolError::UnreadableError { source: Box::new(error) }.into(),
         false => error.into(),
     })
-}
-
-/// Closes a socket in a separate thread: the kernel also closes the descriptors in its queue, and this can block.
-fn close_elsewhere(socket: RecordSocket) {
-    let socket = ManuallyDrop::new(socket);
-    if let Err(error) = spawn("vmmfd-closer", move || drop(ManuallyDrop::into_inner(socket))) {
-        tracing::error!(%error, "a connection with descriptors in its queue stays open");
-    }
 }

@@ -19,7 +19,6 @@ use rustix::net::SendFlags;
 
 use super::{
     connection::Identity,
-    core::epoll,
     format::{self, Format},
     misuse,
     options::SubscribeOptions,
@@ -35,7 +34,7 @@ use crate::{
         link::{Link, check_backend, code_for, mismatch, unexpected, violation},
         opening::{self, DeviceChoice, Offer, acknowledge},
     },
-    sys::{fork::ProcessIdentity, try_lock},
+    sys::{epoll, fork::ProcessIdentity, try_lock},
     wire::{DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM, Stream},
 };
 

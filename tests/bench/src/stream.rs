@@ -85,7 +85,7 @@ fn publications(run: &mut Run<'_>, pair: &Pair, subscribers: u16, size: u64) -> 
     for peer in pair.peers() {
         receipts.extend(peer.receive::<Vec<(u64, f64)>>()?);
     }
-    // Those of the warm-up are the first.
+    // The publications of the warm-up are the first.
     receipts.retain(|(number, _)| number + count as u64 >= last);
     // By time, so that the report shows a drift.
     receipts.sort_by_key(|(number, _)| *number);

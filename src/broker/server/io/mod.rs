@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `reactor` | the event loop and its timers |
 //! | `serve` | receives records, executes effects, closes connections |
+//! | `introduce` | connects the publishers and followers of topics |
 //! | `connection`, `connections` | client sockets, their send queues, and descriptors that were sent but not read |
 //! | `admission` | decides which users may connect |
 //! | `timers` | the timer queue |
@@ -16,6 +17,7 @@ mod closer;
 mod connection;
 mod connections;
 pub(super) mod devices;
+mod introduce;
 pub(super) mod keeper;
 pub(super) mod reactor;
 mod serve;

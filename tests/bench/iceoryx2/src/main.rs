@@ -28,7 +28,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// The header has the time of a publication in nanoseconds: 0 in the last, and the greatest in those of the warm-up.
+/// The header has the time of a publication in nanoseconds: 0 in the last, and the greatest in the publications of the warm-up.
 /// As with the policy `latest` of `vmmfd`: one buffer waits, a newer one replaces it, and a subscriber has one at a time.
 fn services(node: &Node<ipc::Service>, name: &str, subscribers: usize) -> Result<Services> {
     let builder = node.service_builder(&name.try_into()?).publish_subscribe::<[u8]>().user_header::<u64>();
