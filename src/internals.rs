@@ -22,6 +22,7 @@ pub use crate::driver::{
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
+    streams::Streams,
     ties::ranks_of,
     types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,

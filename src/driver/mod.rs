@@ -16,6 +16,7 @@ pub(crate) mod kernels;
 pub(crate) mod legacy;
 pub(crate) mod nvml;
 pub(crate) mod pool;
+pub(crate) mod streams;
 pub(crate) mod ties;
 pub(crate) mod types;
 pub(crate) mod verbs;
@@ -30,7 +31,10 @@ use std::{
 
 use crate::{
     error::{Error, LoadError, ParseError, Result},
-    sys::fork::{PerProcess, ProcessIdentity},
+    sys::{
+        Words,
+        fork::{PerProcess, ProcessIdentity},
+    },
 };
 
 pub(crate) use self::{
@@ -42,12 +46,14 @@ pub(crate) use self::{
     failure::{failure, failure_with},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
+    streams::{Operation, Registered, Streams, has_reached},
     types::{Granularity, Handle, Identity, Location, Properties, Retained},
     verbs::{Verbs, cover},
     window::{PageLocked, Window},
 };
 pub use self::{
     host::GRANULARITY,
+    streams::Stream,
     types::{Attribute, MemoryInfo},
 };
 pub use crate::{
@@ -102,6 +108,36 @@ impl Driver {
     pub unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
         // SAFETY: upheld by the caller.
         unsafe { self.verbs().copy_device(ordinal, ranges) }
+    }
+
+    /// Creates a stream of a device, which is not ordered with the default stream.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`Error::Driver`]; [`Error::Forked`].
+    ///
+    /// Driver call: `cuStreamCreate`.
+    #[doc(alias = "cuStreamCreate")]
+    pub fn create_stream(&self, ordinal: i32) -> Result<Stream> {
+        Stream::create(self.verbs().streams()?, ordinal)
+    }
+
+    /// Refers to a stream of another library: `number` is its `CUstream`. 0, 1 and 2 are the default streams of the device `ordinal`.
+    ///
+    /// # Errors
+    /// The errors of [`Driver::create_stream`]. Driver calls: `cuStreamGetCtx`, `cuCtxGetDevice`.
+    ///
+    /// # Safety
+    /// The stream exists as long as the result, its clones, and the samples and turns that use it.
+    #[doc(alias("cuStreamGetCtx", "cuCtxGetDevice"))]
+    #[allow(unsafe_code)]
+    pub unsafe fn stream(&self, ordinal: i32, number: u64) -> Result<Stream> {
+        // SAFETY: upheld by the caller.
+        unsafe { Stream::of(self.verbs().streams()?, ordinal, number) }
+    }
+
+    /// Lets the streams of this process use words.
+    pub(crate) fn register(&self, ordinal: i32, words: Arc<Words>) -> Result<Registered> {
+        Registered::new(self.verbs().streams()?, ordinal, words)
     }
 
     /// Returns the ordinal of the device with memory at `address`, which may be any library's memory of this process. Does not block.

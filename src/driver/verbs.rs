@@ -5,11 +5,12 @@
 use std::{
     fmt,
     os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
 use super::{
     Access, Attribute, Backend, Checkpoints, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location,
-    MemoryInfo, PageLocked, Pools, Properties, Retained, Window,
+    MemoryInfo, PageLocked, Pools, Properties, Retained, Streams, Window,
 };
 use crate::error::Result;
 
@@ -167,6 +168,12 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn kernels(&self) -> Result<&dyn Kernels>;
+
+    /// Streams.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
+    fn streams(&self) -> Result<Arc<dyn Streams>>;
 
     /// Calls that only diagnose the driver.
     ///

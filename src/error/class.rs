@@ -117,6 +117,7 @@ impl Error {
             Self::Peer(PeerError::Starved { .. }) => {
                 "wait longer, make the pool larger, or let subscribers hold fewer buffers"
             }
+            Self::Peer(PeerError::WorkLost { .. }) => "discard what was read behind the wait, and connect again",
             Self::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times the timeout: raise it on this side",
             Self::Peer(PeerError::Gone { .. }) => {
                 "it reported its own error, unless it was killed (for lack of memory: see dmesg)"
@@ -172,6 +173,7 @@ fn device_hint(error: &DeviceError) -> &'static str {
         DeviceError::NotFound { .. } => "ordinals count only the devices that CUDA_VISIBLE_DEVICES allows",
         DeviceError::Ambiguous { .. } => "write more digits of the UUID",
         DeviceError::Unsupported { .. } => "`vmmfd devices` lists how each device can share memory",
+        DeviceError::Unordered { .. } => "synchronize the stream, then publish or send",
         DeviceError::NoPeerAccess { .. } => {
             "choose a device of the same NVLink or PCIe group; nvidia-smi topo -p2p r shows which can"
         }

@@ -45,4 +45,11 @@ pub enum DeviceError {
         /// The missing feature.
         feature: &'static str,
     },
+
+    /// The device's streams can't wait for another process's streams.
+    #[error("no order of GPU work with other processes: {reason}")]
+    Unordered {
+        /// The reason.
+        reason: String,
+    },
 }

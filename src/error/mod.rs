@@ -28,7 +28,7 @@ pub use self::{
     load::LoadError,
     memory::MemoryError,
     parse::ParseError,
-    peer::{Holder, PeerError},
+    peer::{Holder, Loss, PeerError},
     socket::SocketError,
 };
 

@@ -1,6 +1,6 @@
 //! Errors about the peer of a connection.
 
-use std::{path::PathBuf, time::Duration};
+use std::{fmt, path::PathBuf, time::Duration};
 
 use super::{ErrorCode, ProtocolError};
 
@@ -87,9 +87,42 @@ pub enum PeerError {
         holders: Vec<Holder>,
     },
 
+    /// GPU work of the peer was not done in time, or never will be. Streams that waited for it were released, and what they read behind the
+    /// wait is undefined.
+    #[error("the peer's GPU work is lost: {reason}")]
+    WorkLost {
+        /// The reason.
+        reason: Loss,
+    },
+
     /// The peer broke the protocol; the connection is closed.
     #[error("the peer broke the protocol")]
     Protocol(#[from] ProtocolError),
+}
+
+/// Why a wait for a peer's GPU work was released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Loss {
+    /// The peer's process ended, or closed the connection.
+    Gone,
+    /// The work was not done in time.
+    Late {
+        /// The time limit.
+        limit: Duration,
+    },
+    /// A process released the waits.
+    Released,
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gone => f.write_str("its process ended or closed the connection first"),
+            Self::Late { limit } => write!(f, "it was not done within {limit:?}"),
+            Self::Released => f.write_str("the waits for it were released"),
+        }
+    }
 }
 
 /// A process that has buffers of a publisher.

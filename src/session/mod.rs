@@ -13,7 +13,9 @@ pub mod handoff;
 pub(crate) mod interrupt;
 mod link;
 mod opening;
+pub mod order;
 pub mod stream;
+mod watcher;
 
 use std::{
     path::Path,

@@ -14,6 +14,7 @@ mod stderr;
 mod steps;
 pub(crate) mod table;
 pub(crate) mod thread;
+mod words;
 
 pub use self::descriptor::eventfd;
 pub use self::lock::{lock, try_lock};
@@ -25,6 +26,7 @@ pub(crate) use self::{
     heap::Heap,
     process::{fork_process, monotonic, pidfd_of, process_of, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, peer_process, unread},
+    words::Words,
 };
 
 /// The uid that the kernel reports for a user without a mapping in this user namespace: `/proc/sys/kernel/overflowuid`, or the kernel's

@@ -15,7 +15,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::checkpoints::LockArguments;
 use crate::{
-    driver::code,
+    driver::{Operation, code},
     error::{Error, LoadError, Result},
 };
 
@@ -121,6 +121,33 @@ impl PoolProps {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opaque(pub [u8; 64]);
 
+/// `CUstreamBatchMemOpParams`: the fields of the operations that are used here.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MemoryOperation {
+    kind: c_uint,
+    address: u64,
+    value: u64,
+    flags: c_uint,
+    alias: u64,
+    reserved: u64,
+}
+
+/// `CUstreamBatchMemOpType`.
+const WAIT_VALUE_64: c_uint = 4;
+const WRITE_VALUE_64: c_uint = 5;
+
+impl From<&Operation> for MemoryOperation {
+    fn from(operation: &Operation) -> Self {
+        // `CU_STREAM_WAIT_VALUE_GEQ` and `CU_STREAM_WRITE_VALUE_DEFAULT` are 0.
+        let new = |kind, address, value| Self { kind, address, value, flags: 0, alias: 0, reserved: 0 };
+        match *operation {
+            Operation::Wait { address, value } => new(WAIT_VALUE_64, address, value),
+            Operation::Write { address, value } => new(WRITE_VALUE_64, address, value),
+        }
+    }
+}
+
 /// `CUmemAllocationHandleType`.
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint = 1;
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
@@ -148,6 +175,7 @@ pub(super) mod attribute {
     pub(in super::super) const GPU_DIRECT_RDMA: c_uint = 110;
     pub(in super::super) const MEMORY_POOLS: c_uint = 115;
     pub(in super::super) const POOL_HANDLE_TYPES: c_uint = 119;
+    pub(in super::super) const STREAM_MEMORY_OPERATIONS: c_uint = 122;
     pub(in super::super) const FABRIC_HANDLE: c_uint = 128;
     pub(in super::super) const HOST_NUMA_ID: c_uint = 134;
     pub(in super::super) const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT: c_uint = 141;
@@ -221,6 +249,8 @@ const _: () = {
     );
     // Bindings older than CUDA 12.8 don't have `CUcheckpointLockArgs`.
     assert!(size_of::<LockArguments>() == 64);
+    assert!(size_of::<MemoryOperation>() == size_of::<sys::CUstreamBatchMemOpParams>());
+    assert!(align_of::<MemoryOperation>() == align_of::<sys::CUstreamBatchMemOpParams>());
     assert!(size_of::<Opaque>() == size_of::<sys::CUipcMemHandle>());
     assert!(align_of::<Opaque>() == align_of::<sys::CUipcMemHandle>());
     assert!(size_of::<Opaque>() == size_of::<sys::CUipcEventHandle>());
@@ -296,6 +326,19 @@ functions! {
     ctx_pop_current = ["cuCtxPopCurrent_v2"] (context: *mut *mut c_void);
     ctx_synchronize = ["cuCtxSynchronize"] ();
     stream_synchronize = ["cuStreamSynchronize"] (stream: *mut c_void);
+    stream_create = ["cuStreamCreate"] (stream: *mut *mut c_void, flags: c_uint);
+    stream_destroy = ["cuStreamDestroy_v2"] (stream: *mut c_void);
+    stream_query = ["cuStreamQuery"] (stream: *mut c_void);
+    stream_get_ctx = ["cuStreamGetCtx"] (stream: *mut c_void, context: *mut *mut c_void);
+    stream_is_capturing = ["cuStreamIsCapturing"] (stream: *mut c_void, status: *mut c_uint);
+    /// Without `_v2` it needs an option of the kernel module.
+    stream_batch_mem_op = ["cuStreamBatchMemOp_v2"]
+        (stream: *mut c_void, count: c_uint, operations: *mut MemoryOperation, flags: c_uint);
+    ctx_get_device = ["cuCtxGetDevice"] (device: *mut c_int);
+    mem_host_register = ["cuMemHostRegister_v2"] (start: *mut c_void, size: usize, flags: c_uint);
+    mem_host_get_device_pointer = ["cuMemHostGetDevicePointer_v2"]
+        (address: *mut u64, start: *mut c_void, flags: c_uint);
+    mem_host_unregister = ["cuMemHostUnregister"] (start: *mut c_void);
     thread_exchange_capture_mode = ["cuThreadExchangeStreamCaptureMode"] (mode: *mut c_uint);
     mem_get_info = ["cuMemGetInfo_v2"] (free: *mut usize, total: *mut usize);
     mem_get_allocation_granularity = ["cuMemGetAllocationGranularity"]

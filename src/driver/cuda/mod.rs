@@ -18,6 +18,7 @@ mod ffi;
 mod kernels;
 mod legacy;
 mod pool;
+mod streams;
 mod verbs;
 
 use std::{

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
-        Pools, Properties, Retained, Verbs, Window, code, failure, ties::Tie, window::PageLocker,
+        Pools, Properties, Retained, Streams, Verbs, Window, code, failure, ties::Tie, window::PageLocker,
     },
     error::Result,
 };
@@ -77,6 +77,7 @@ unsafe impl Verbs for CudaDriver {
             Attribute::MemoryPools => attribute::MEMORY_POOLS,
             Attribute::PoolHandleTypes => attribute::POOL_HANDLE_TYPES,
             Attribute::HostNumaId => attribute::HOST_NUMA_ID,
+            Attribute::StreamMemoryOperations => attribute::STREAM_MEMORY_OPERATIONS,
             Attribute::HostNumaVirtualMemoryManagement => attribute::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT,
         };
         let mut value = 0;
@@ -411,6 +412,11 @@ unsafe impl Verbs for CudaDriver {
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.core.origin.check()?;
         Ok(&*self.core)
+    }
+
+    fn streams(&self) -> Result<Arc<dyn Streams>> {
+        self.core.origin.check()?;
+        Ok(Arc::clone(&self.core) as _)
     }
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {

@@ -23,7 +23,7 @@ use super::{Resources, reservation_containing};
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
-        Pools, Properties, Retained, Verbs, Window, code, copy, failure, failure_with, window::View,
+        Pools, Properties, Retained, Streams, Verbs, Window, code, copy, failure, failure_with, window::View,
     },
     error::Result,
     sys::memfd,
@@ -63,7 +63,7 @@ unsafe impl Verbs for HostDriver {
             Attribute::VirtualMemoryManagement | Attribute::PosixFileDescriptor => 1,
             Attribute::HostNumaVirtualMemoryManagement => 1,
             Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode | Attribute::HostNumaId => 0,
-            Attribute::MemoryPools | Attribute::PoolHandleTypes => 0,
+            Attribute::MemoryPools | Attribute::PoolHandleTypes | Attribute::StreamMemoryOperations => 0,
         })
     }
 
@@ -403,6 +403,10 @@ unsafe impl Verbs for HostDriver {
 
     fn pools(&self) -> Result<&dyn Pools> {
         self.lacking("memory pools (cuMemPoolCreate)")
+    }
+
+    fn streams(&self) -> Result<Arc<dyn Streams>> {
+        self.lacking("streams, which need a GPU")
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {

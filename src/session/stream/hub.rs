@@ -19,7 +19,6 @@ use nix::{
 };
 
 use super::{
-    core::{Core, Source, Token},
     event::{Event, Usage},
     format::FormatRecord,
     ledger::{Ledger, Limits},
@@ -32,7 +31,10 @@ use crate::{
     driver::{Access, Backend},
     error::{Error, Result},
     memory::{Chunk, Device, Region, Shared, Spec},
-    session::opening::Offer,
+    session::{
+        opening::Offer,
+        watcher::{Source, Token, Watcher},
+    },
     sys::{epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
@@ -57,7 +59,7 @@ pub(super) struct Hub {
     pub(super) cancel: Cancel,
     pub(super) epoch: u64,
     pub(super) creator: ProcessIdentity,
-    pub(super) core: Arc<Core>,
+    pub(super) watcher: Arc<Watcher>,
     /// Readable when a subscriber has sent a record, or `freed` was written.
     pub(super) inbox: Epoll,
     /// Wakes the thread that waits for a buffer.
@@ -181,7 +183,7 @@ impl Hub {
             is_awaited: false,
             is_short: false,
         };
-        let core = Core::get()?;
+        let watcher = Watcher::get()?;
         let cancel = config.cancellation()?;
         let hub = Arc::new_cyclic(|me| Self {
             memory,
@@ -192,7 +194,7 @@ impl Hub {
             cancel,
             epoch: new_epoch(),
             creator: ProcessIdentity::current(),
-            core,
+            watcher,
             inbox,
             freed,
             hint,
@@ -203,7 +205,7 @@ impl Hub {
             turn: Condvar::new(),
             me: me.clone(),
         });
-        hub.core.attach(hub.source());
+        hub.watcher.attach(hub.source());
         Ok(hub)
     }
 
@@ -277,7 +279,7 @@ impl Hub {
     pub(super) fn listen(&self, state: &mut State, listener: Listener) -> Result<Option<Listener>> {
         // On a kernel without this, members look at each record first.
         let _ = pass_descriptors(listener.as_fd(), false);
-        let token = self.core.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0);
+        let token = self.watcher.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0);
         let token = token.map_err(|error| Error::system("watch a listening socket", error))?;
         let former = self.stop_listening(state);
         state.listener = Some((listener, Some(token)));
@@ -289,7 +291,7 @@ impl Hub {
     pub(super) fn stop_listening(&self, state: &mut State) -> Option<Listener> {
         let (listener, token) = state.listener.take()?;
         if let Some(token) = token {
-            self.core.remove(token, listener.as_fd());
+            self.watcher.remove(token, listener.as_fd());
         }
         Some(listener)
     }
@@ -305,7 +307,7 @@ impl Hub {
         if let Some((listener, token)) = &mut state.listener
             && let Some(token) = token.take()
         {
-            self.core.remove(token, listener.as_fd());
+            self.watcher.remove(token, listener.as_fd());
             state.paused_until = Some(Instant::now() + PAUSE);
         }
     }
@@ -313,7 +315,7 @@ impl Hub {
     /// Accepts connections again. Returns the time of the next attempt if this one failed.
     fn resume_listener(&self, state: &mut State) -> Option<Instant> {
         let State { listener: Some((listener, token @ None)), paused_until, .. } = state else { return None };
-        match self.core.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0) {
+        match self.watcher.add(listener.as_fd(), EpollFlags::EPOLLIN, self.source(), 0) {
             Ok(added) => *token = Some(added),
             Err(error) => {
                 tracing::error!(%error, "can't accept subscribers now");
@@ -431,7 +433,7 @@ impl Hub {
         (state.desk.is_finished, state.is_closed) = (true, true);
         drop(state);
         drop(closed);
-        self.core.detach(&self.source());
+        self.watcher.detach(&self.source());
     }
 }
 

@@ -83,7 +83,7 @@ impl Hub {
             member.refuse(&refused, &mut state.desk, self);
         }
         state.members.insert(id, member);
-        self.core.wake();
+        self.watcher.wake();
         Ok(())
     }
 

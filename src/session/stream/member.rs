@@ -11,7 +11,6 @@ use nix::sys::epoll::{EpollEvent, EpollFlags};
 
 use super::{
     connection::Identity,
-    core::Token,
     event::{Event, SubscriberInfo},
     format::{Format, FormatRecord},
     hub::{Desk, Hub},
@@ -22,7 +21,10 @@ use super::{
 use crate::{
     channel::record::{Arrival, Next, RecordSocket, is_gone, peek, peek_unsigned},
     error::{Error, PeerError, ProtocolError, Result},
-    session::link::{code_for, unexpected, violation},
+    session::{
+        link::{code_for, unexpected, violation},
+        watcher::Token,
+    },
     sys::pass_descriptors,
     wire::{Done, End, Failure, Leave, MAX_HELD, Message, is_error},
 };
@@ -121,7 +123,7 @@ impl Member {
     fn watch(&mut self, hub: &Hub) -> Result<()> {
         let failed = |error| Error::system("watch a connection", error);
         let Some(socket) = &self.socket else { return Ok(()) };
-        let token = hub.core.add(socket.as_fd(), self.armed, hub.source(), Hub::socket_key(self.id));
+        let token = hub.watcher.add(socket.as_fd(), self.armed, hub.source(), Hub::socket_key(self.id));
         self.socket_token = Some(token.map_err(failed)?);
         self.watch_process(hub).map_err(failed)
     }
@@ -135,13 +137,13 @@ impl Member {
 
     fn watch_process(&mut self, hub: &Hub) -> io::Result<()> {
         let Some(process) = &self.identity.process else { return Ok(()) };
-        let token = hub.core.add(process.as_fd(), EpollFlags::EPOLLIN, hub.source(), Hub::process_key(self.id));
+        let token = hub.watcher.add(process.as_fd(), EpollFlags::EPOLLIN, hub.source(), Hub::process_key(self.id));
         token.map(|token| self.process_token = Some(token))
     }
 
     fn forget_process(&mut self, hub: &Hub) {
         if let (Some(token), Some(process)) = (self.process_token.take(), &self.identity.process) {
-            hub.core.remove(token, process.as_fd());
+            hub.watcher.remove(token, process.as_fd());
         }
     }
 
@@ -156,7 +158,7 @@ impl Member {
         // Not there before the subscriber has joined.
         let _ = hub.inbox.delete(&socket);
         if let Some(token) = self.socket_token.take() {
-            hub.core.remove(token, socket.as_fd());
+            hub.watcher.remove(token, socket.as_fd());
         }
         socket.close();
     }
@@ -300,7 +302,7 @@ impl Member {
                 if self.stalled.is_none() {
                     self.stalled = Some(Instant::now());
                     if self.policy == Policy::Every {
-                        hub.core.wake();
+                        hub.watcher.wake();
                     }
                 }
             } else {
@@ -325,7 +327,7 @@ impl Member {
                     Ok(()) => self.format = Some(Arc::clone(format)),
                     Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
                         self.retry = Some(Instant::now() + PAUSE);
-                        hub.core.wake();
+                        hub.watcher.wake();
                         return Ok(());
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -367,7 +369,7 @@ impl Member {
         if flags != self.armed
             && let (Some(token), Some(socket)) = (self.socket_token, &self.socket)
         {
-            hub.core.modify(token, socket.as_fd(), flags);
+            hub.watcher.modify(token, socket.as_fd(), flags);
             self.armed = flags;
         }
     }
@@ -442,7 +444,7 @@ impl Member {
         self.stage = if desk.ledger.leave(self.id, |_| keeps) { Stage::Former } else { Stage::Refused { deadline } };
         self.is_blocked = false;
         self.arm(desk, hub);
-        hub.core.wake();
+        hub.watcher.wake();
     }
 
     pub(super) fn send_error(&self, error: &Error) {

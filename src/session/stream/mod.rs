@@ -42,7 +42,6 @@
 //! ```
 
 mod connection;
-mod core;
 mod event;
 mod format;
 mod hub;

@@ -29,6 +29,7 @@ use crate::{
     events::Events,
     ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, dup, mark, marked},
     modules::Modules,
+    streams::Streams,
     numbers::{
         CONTEXT_IS_DESTROYED, DEVICE, DMA_BUF, FABRIC, HERE, HOST_NUMA, ILLEGAL_ADDRESS, INVALID_CONTEXT,
         INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED,
@@ -37,8 +38,8 @@ use crate::{
 };
 
 /// The attributes that vmmfd requests, with the values of an H200, which claims fabric handles and refuses them.
-const ATTRIBUTES: [(c_uint, c_int); 10] =
-    [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
+const ATTRIBUTES: [(c_uint, c_int); 11] =
+    [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (122, 1), (128, 1), (134, 0), (141, 1)];
 
 /// The attribute for memory that RDMA can access.
 const RDMA_WITH_VMM: c_uint = 110;
@@ -70,6 +71,7 @@ pub(crate) struct Emulated {
     pub(crate) ipc: Ipc,
     pub(crate) events: Events,
     pub(crate) modules: Modules,
+    pub(crate) streams: Streams,
 }
 
 /// The allocation of a handle.
@@ -139,6 +141,7 @@ pub(crate) fn initialise() -> Answer {
         ipc,
         events: Events::new(),
         modules: Modules::new(),
+        streams: Streams::default(),
     });
     INITIALISED_BY.store(process::id(), Ordering::Release);
     Ok(())
@@ -162,7 +165,8 @@ pub(crate) fn live() -> [u64; 9] {
         let [handles, reservations, mappings, contexts] =
             [handles, live.reservations, live.mappings, retained].map(|count| count as u64);
         let [blocks, pools, page_locked] = driver.ipc.live();
-        let [events, modules] = [driver.events.live(), driver.modules.live()];
+        // Streams and registered memory count as events.
+        let [events, modules] = [driver.events.live() + driver.streams.live(), driver.modules.live()];
         [handles, reservations, mappings, contexts, blocks, pools, page_locked, events, modules]
     })
 }
@@ -234,7 +238,7 @@ impl Emulated {
 /// The contexts.
 impl Emulated {
     /// A context is an address without memory.
-    fn context(device: c_int) -> *mut c_void {
+    pub(crate) fn context(device: c_int) -> *mut c_void {
         ptr::without_provenance_mut(0xC0DE_0000 + 0x100 * device as usize)
     }
 
@@ -553,6 +557,19 @@ impl Emulated {
     }
 
     /// Waits for all work of the current context.
+    /// No copy is in transfer any more.
+    pub(crate) fn arrived(&mut self) {
+        self.arriving.clear();
+    }
+
+    /// A kernel that lacks access destroys its context.
+    pub(crate) fn fill(&mut self, device: c_int, to: u64, value: u8, count: usize) {
+        if self.copy_in(device, to, &vec![value; count]).is_err() {
+            self.ruined.insert(device);
+        }
+        self.arriving.retain(|range| range.start != to);
+    }
+
     pub(crate) fn synchronize(&mut self) -> Answer {
         self.current()?;
         self.arriving.clear();

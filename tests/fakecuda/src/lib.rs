@@ -18,6 +18,7 @@ mod kernels;
 mod modules;
 mod names;
 mod numbers;
+mod streams;
 
 use std::{
     cell::Cell,
@@ -263,11 +264,95 @@ mod exports {
         }
 
         fn cuCtxSynchronize() {
+            initialised(|driver| driver.current().map(drop))?;
+            streams::block(|driver| Ok(driver.streams.are_idle()))?;
             initialised(Emulated::synchronize)
         }
 
         fn cuStreamSynchronize(stream: *mut c_void) {
-            initialised(|driver| if stream.is_null() { driver.synchronize() } else { Err(INVALID_HANDLE) })
+            if stream.is_null() {
+                return initialised(Emulated::synchronize);
+            }
+            streams::block(|driver| driver.streams.is_idle(stream))?;
+            // Copies of other streams that still arrive are not told apart.
+            initialised(|driver| {
+                driver.arrived();
+                Ok(())
+            })
+        }
+
+        fn cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) {
+            let call = |driver: &mut Emulated| driver.streams.create(driver.current()?, flags);
+            unsafe { result(stream, |driver| call(driver).map(ptr::without_provenance_mut)) }
+        }
+
+        fn cuStreamDestroy_v2(stream: *mut c_void) {
+            initialised(|driver| driver.streams.destroy(stream))
+        }
+
+        fn cuStreamQuery(stream: *mut c_void) {
+            initialised(|driver| {
+                driver.pump();
+                driver.streams.query(stream)
+            })
+        }
+
+        fn cuStreamGetCtx(stream: *mut c_void, context: *mut *mut c_void) {
+            unsafe { result(context, |driver| driver.stream_device(stream).map(Emulated::context)) }
+        }
+
+        fn cuCtxGetDevice(device: *mut c_int) {
+            unsafe { result(device, |driver| driver.current()) }
+        }
+
+        fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) {
+            unsafe { result(status, |driver| driver.streams.is_capturing(stream).map(c_uint::from)) }
+        }
+
+        fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) {
+            initialised(|driver| if mode > 2 { Err(INVALID_VALUE) } else { driver.streams.capture(stream, true) })
+        }
+
+        fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_void) {
+            initialised(|driver| {
+                let graph = place(graph)?;
+                driver.streams.capture(stream, false)?;
+                unsafe { graph.write(ptr::null_mut()) };
+                Ok(())
+            })
+        }
+
+        fn cuStreamBatchMemOp_v2(
+            stream: *mut c_void,
+            count: c_uint,
+            operations: *mut streams::Operation,
+            flags: c_uint,
+        ) {
+            initialised(|driver| {
+                let first = NonNull::new(operations).ok_or(INVALID_VALUE)?;
+                driver.batch(stream, unsafe { slice::from_raw_parts(first.as_ptr(), count as usize) }, flags)
+            })
+        }
+
+        fn cuMemHostRegister_v2(start: *mut c_void, size: usize, flags: c_uint) {
+            initialised(|driver| {
+                driver.current()?;
+                driver.streams.register(start, size, flags)
+            })
+        }
+
+        fn cuMemHostGetDevicePointer_v2(address: *mut u64, start: *mut c_void, flags: c_uint) {
+            let call = |driver: &mut Emulated| {
+                driver.current()?;
+                if flags != 0 { Err(INVALID_VALUE) } else { driver.streams.device_pointer(start) }
+            };
+            unsafe { result(address, call) }
+        }
+
+        /// NVIDIA's driver blocks here while any stream waits.
+        fn cuMemHostUnregister(start: *mut c_void) {
+            streams::block(|driver| Ok(driver.streams.are_idle()))?;
+            initialised(|driver| driver.streams.unregister(start))
         }
 
         fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
@@ -355,6 +440,8 @@ mod exports {
         }
 
         fn cuMemUnmap(address: u64, size: usize) {
+            // NVIDIA's driver blocks here while any stream waits.
+            streams::block(|driver| Ok(driver.streams.are_idle()))?;
             initialised(|driver| driver.unmap(address, size as u64))
         }
 
@@ -401,9 +488,11 @@ mod exports {
         }
 
         fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: *mut c_void) {
+            // Into pageable memory, the host is blocked until the copy's turn comes.
+            streams::block(|driver| driver.streams.is_idle(stream))?;
             initialised(|driver| {
                 driver.current()?;
-                driver.default_stream(stream)?;
+                driver.stream_device(stream)?;
                 unsafe { copy_out(driver, to, from, size) }
             })
         }
@@ -411,8 +500,11 @@ mod exports {
         fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: *mut c_void) {
             initialised(|driver| {
                 driver.current()?;
-                let current = driver.default_stream(stream)?;
-                driver.copy_in(current, to, &vec![value; count])
+                let device = driver.stream_device(stream)?;
+                if stream.is_null() {
+                    return driver.copy_in(device, to, &vec![value; count]);
+                }
+                driver.run_on(stream, move |driver| driver.fill(device, to, value, count))
             })
         }
 
@@ -455,7 +547,11 @@ mod exports {
         fn cuMemFreeHost(start: *mut c_void) {
             initialised(|driver| {
                 driver.ipc.unlock(start)?;
-                // NVIDIA's driver waits for all work of the context, if there is one.
+                Ok(())
+            })?;
+            // NVIDIA's driver waits for all work of the context, if there is one.
+            streams::block(|driver| Ok(driver.streams.are_idle()))?;
+            initialised(|driver| {
                 let _ = driver.synchronize();
                 Ok(())
             })

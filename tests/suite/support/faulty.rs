@@ -17,7 +17,7 @@ use vmmfd::{
     driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
     internals::{
         Checkpoints, Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor,
-        PageLocked, PatternSpan, PoolHandle, Pools, Properties, Retained, Verbs, Window,
+        PageLocked, PatternSpan, PoolHandle, Pools, Properties, Retained, Streams, Verbs, Window,
     },
 };
 
@@ -375,6 +375,11 @@ unsafe impl Verbs for Faulty {
     fn pools(&self) -> Result<&dyn Pools> {
         self.inner.pools()?;
         Ok(self)
+    }
+
+    /// The emulated driver injects their faults.
+    fn streams(&self) -> Result<Arc<dyn Streams>> {
+        self.inner.streams()
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {

@@ -33,7 +33,7 @@ use crate::{
 pub(super) const SIZE: u64 = 2 << 20;
 
 /// Attributes relevant to sharing, with their names in a report.
-const ATTRIBUTES: [(&str, Attribute); 9] = [
+const ATTRIBUTES: [(&str, Attribute); 10] = [
     ("virtual_memory_management", Attribute::VirtualMemoryManagement),
     ("posix_file_descriptor", Attribute::PosixFileDescriptor),
     ("fabric_handle", Attribute::FabricHandle),
@@ -43,6 +43,7 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("pool_handle_types", Attribute::PoolHandleTypes),
     ("host_numa_id", Attribute::HostNumaId),
     ("host_numa_virtual_memory_management", Attribute::HostNumaVirtualMemoryManagement),
+    ("stream_memory_operations", Attribute::StreamMemoryOperations),
 ];
 
 pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {

@@ -1,7 +1,9 @@
-//! The library's thread: it accepts and watches the subscribers of all publishers of this process.
+//! The library's thread: it accepts and watches the subscribers of all publishers of this process, and ends GPU waits for dead or late
+//! peers. It makes no driver call, because the driver may block it.
 //!
 //! It sleeps while buffers pass: the threads of the program send and receive the records themselves. It wakes for connections, for
-//! subscribers that join, leave or die, and for a subscriber for which a buffer waits. It runs while a publisher exists.
+//! subscribers that join, leave or die, and for a subscriber for which a buffer waits. It runs while a publisher or
+//! such a wait exists.
 
 use std::{
     collections::HashMap,
@@ -36,8 +38,8 @@ const WAKE: u64 = 0;
 /// The longest sleep, because epoll_wait(2) takes milliseconds in an `int`.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// A publisher.
-pub(super) trait Source: Send + Sync {
+/// A publisher, or the waits for a peer.
+pub(crate) trait Source: Send + Sync {
     /// A descriptor is ready. `key` is the number with which it was added.
     fn ready(&self, key: u64, flags: EpollFlags);
 
@@ -47,7 +49,7 @@ pub(super) trait Source: Send + Sync {
 
 /// The thread, while any publisher refers to it.
 #[derive(Debug)]
-pub(super) struct Core {
+pub(crate) struct Watcher {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     creator: ProcessIdentity,
@@ -79,22 +81,22 @@ impl std::fmt::Debug for Shared {
 
 /// A watched descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Token(u64);
+pub(crate) struct Token(u64);
 
-impl Core {
+impl Watcher {
     /// The running thread, or a new one.
     ///
     /// # Errors
     /// [`Error::System`].
-    pub(super) fn get() -> Result<Arc<Self>> {
-        static CORE: PerProcess<Mutex<Weak<Core>>> = PerProcess::new(|| Mutex::new(Weak::new()));
-        let mut current = lock(CORE.get());
-        if let Some(core) = current.upgrade() {
-            return Ok(core);
+    pub(crate) fn get() -> Result<Arc<Self>> {
+        static WATCHER: PerProcess<Mutex<Weak<Watcher>>> = PerProcess::new(|| Mutex::new(Weak::new()));
+        let mut current = lock(WATCHER.get());
+        if let Some(watcher) = current.upgrade() {
+            return Ok(watcher);
         }
-        let core = Arc::new(Self::start().map_err(|error| Error::system("start the thread of streams", error))?);
-        *current = Arc::downgrade(&core);
-        Ok(core)
+        let watcher = Arc::new(Self::start().map_err(|error| Error::system("start the thread of streams", error))?);
+        *current = Arc::downgrade(&watcher);
+        Ok(watcher)
     }
 
     fn start() -> io::Result<Self> {
@@ -109,19 +111,19 @@ impl Core {
     }
 
     /// Calls [`Source::tick`] of a source from now on.
-    pub(super) fn attach(&self, source: Weak<dyn Source>) {
+    pub(crate) fn attach(&self, source: Weak<dyn Source>) {
         self.shared.sources().all.push(source);
         self.wake();
     }
 
     /// Forgets a source, whose descriptors are no longer watched. When this returns, the thread does not refer to it.
-    pub(super) fn detach(&self, source: &Weak<dyn Source>) {
+    pub(crate) fn detach(&self, source: &Weak<dyn Source>) {
         self.shared.sources().all.retain(|other| !Weak::ptr_eq(other, source));
         drop(lock(&self.shared.serving));
     }
 
     /// Watches a descriptor.
-    pub(super) fn add(
+    pub(crate) fn add(
         &self,
         fd: BorrowedFd<'_>,
         flags: EpollFlags,
@@ -138,27 +140,27 @@ impl Core {
     }
 
     /// Watches a descriptor for other events.
-    pub(super) fn modify(&self, token: Token, fd: BorrowedFd<'_>, flags: EpollFlags) {
+    pub(crate) fn modify(&self, token: Token, fd: BorrowedFd<'_>, flags: EpollFlags) {
         if let Err(errno) = self.shared.epoll.modify(fd, &mut EpollEvent::new(flags, token.0)) {
             tracing::error!(%errno, "can't watch a subscriber");
         }
     }
 
     /// Stops watching a descriptor, which is still open. A copy of it in a fork would otherwise be watched for ever.
-    pub(super) fn remove(&self, token: Token, fd: BorrowedFd<'_>) {
+    pub(crate) fn remove(&self, token: Token, fd: BorrowedFd<'_>) {
         self.shared.sources().watched.remove(&token.0);
         let _ = self.shared.epoll.delete(fd);
     }
 
     /// Lets the thread ask all sources for their next deadlines.
-    pub(super) fn wake(&self) {
+    pub(crate) fn wake(&self) {
         if let Err(errno) = self.shared.wake.write(1) {
             tracing::error!(%errno, "can't wake the thread of streams");
         }
     }
 }
 
-impl Drop for Core {
+impl Drop for Watcher {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if !self.creator.is_current() {

@@ -1,0 +1,141 @@
+//! The order of GPU work across processes: a stream of one process waits for work of another process's stream, and no CPU waits.
+//!
+//! A [`Timeline`] is a number in a page of host memory that both processes map. One process's streams store a value when earlier work
+//! is done, and other streams wait until the number has reached the value. If the peer dies, is stopped or is late, the library's thread
+//! stores a value instead: the waiting streams go on, and [`Timeline::completion`] reports [`Completion::Lost`]. No context is lost.
+//!
+//! [Streams](super::stream) use the same order by themselves: see [`Loan::publish_on`](super::stream::Loan::publish_on) and
+//! [`Subscriber::receive_on`](super::stream::Subscriber::receive_on).
+//!
+//! Rules of the driver, which no library can change:
+//! - A process's streams share a few hardware queues (8 by default, at most 32 with `CUDA_DEVICE_MAX_CONNECTIONS`). A stream that waits
+//!   occupies its queue: with eight waiting streams, all other streams of the process stand still until one of them goes on.
+//! - Behind a wait, an asynchronous copy to pageable memory blocks the calling thread. So do `cuMemUnmap`, `cuMemFree`,
+//!   `cuCtxSynchronize` and `cuMemHostUnregister`, on any thread. Release the timeline first, or wait for the work.
+//! - A captured wait would be replayed with an old value and read torn data. A stream that is being captured is therefore refused.
+
+mod timeline;
+mod waits;
+
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+pub use self::timeline::Timeline;
+pub(crate) use self::waits::{Waits, poll};
+#[doc(inline)]
+pub use crate::driver::Stream;
+use crate::{
+    driver::{Attribute, Operation, Registered},
+    error::{Error, Result},
+    memory::Device,
+    sys::Words,
+};
+
+/// Not 0 once the waits for the words are released.
+pub(crate) const LOST: usize = 0;
+
+/// The words of the self-test: a stream waits for the first, then stores into the second.
+const TEST: usize = 1;
+const TESTED: usize = 2;
+
+/// The length of the self-test, at most.
+const TEST_LIMIT: Duration = Duration::from_secs(2);
+
+/// How two processes order their GPU work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Order {
+    /// Streams wait for streams.
+    Gpu,
+    /// A CPU waits for each buffer.
+    Cpu {
+        /// The reason.
+        reason: String,
+    },
+}
+
+/// Whether GPU work of a peer is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completion {
+    /// It is done, and all that it wrote is visible.
+    Done,
+    /// It is not done yet.
+    Pending,
+    /// The wait was released before it was known to be done: what was read behind the wait is undefined.
+    Lost,
+}
+
+/// The result of a self-test.
+pub(crate) enum Tested {
+    Usable(Registered),
+    Unusable { reason: String },
+}
+
+/// Lets the streams of a device use words, and checks that a store of this CPU ends a wait.
+///
+/// # Errors
+/// None: any failure is a reason for the order by CPUs.
+pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Tested {
+    let tested = match device.attribute(Attribute::StreamMemoryOperations) {
+        Ok(0) => Err(format!("{device} has no stream memory operations (attribute 122)")),
+        Ok(_) => try_words(device, words).unwrap_or_else(|error| Err(error.in_full())),
+        Err(error) => Err(error.in_full()),
+    };
+    match tested {
+        Ok(registered) => Tested::Usable(registered),
+        Err(reason) => Tested::Unusable { reason },
+    }
+}
+
+fn try_words(device: &Device, words: &Arc<Words>) -> Result<std::result::Result<Registered, String>> {
+    let registered = device.driver().register(device.ordinal(), Arc::clone(words))?;
+    let stream = device.driver().create_stream(device.ordinal())?;
+    let [test, tested] = [TEST, TESTED].map(|index| &words.get()[index]);
+    let value = test.load(Ordering::Acquire).wrapping_add(1);
+    stream.enqueue(&[registered.wait(TEST, value), registered.write(TESTED, value)])?;
+    // A stream that watches a copy of the page may go on at once, or never.
+    thread::sleep(Duration::from_micros(100));
+    let is_early = tested.load(Ordering::Acquire) == value;
+    test.store(value, Ordering::Release);
+    let deadline = Instant::now() + TEST_LIMIT;
+    while tested.load(Ordering::Acquire) != value && Instant::now() < deadline {
+        thread::yield_now();
+    }
+    if tested.load(Ordering::Acquire) != value {
+        // It may wait for ever, and the driver with it.
+        registered.leak();
+        std::mem::forget(stream);
+        return Ok(Err(format!("a stream of {device} did not see a store of the CPU within {TEST_LIMIT:?}")));
+    }
+    // The driver's calls at the end would wait for it.
+    stream.synchronize()?;
+    Ok(if is_early { Err(format!("a stream of {device} did not wait")) } else { Ok(registered) })
+}
+
+/// Enqueues operations.
+///
+/// # Errors
+/// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
+pub(crate) fn enqueue(stream: &Stream, operations: &[Operation]) -> Result<()> {
+    check_stream(stream)?;
+    stream.enqueue(operations)
+}
+
+/// # Errors
+/// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
+pub(crate) fn check_stream(stream: &Stream) -> Result<()> {
+    if stream.is_capturing()? {
+        let problem = format!(
+            "{stream:?} is being captured into a graph: a replay would not wait for another process. Order the work \
+             before or after the capture"
+        );
+        return Err(Error::Misuse { problem });
+    }
+    Ok(())
+}
+
+/// The memory of a timeline.
+const PAGE: NonZeroUsize = NonZeroUsize::new(4096).unwrap();

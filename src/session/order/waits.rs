@@ -1,0 +1,275 @@
+//! Words of another process, for which streams and threads of this process wait.
+
+use std::{
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc, Mutex, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::epoll::EpollFlags;
+
+use super::{Completion, LOST};
+use crate::{
+    channel::Cancel,
+    driver::has_reached,
+    error::{Error, Loss, PeerError, Result},
+    session::watcher::{Source, Token, Watcher},
+    sys::{Words, lock},
+};
+
+/// The value that ends every wait: a stream compares signed differences.
+const RELEASED: u64 = i64::MAX as u64;
+
+/// How often released words are released again: a stopped peer's streams may still store lower values.
+const AGAIN: Duration = Duration::from_millis(2);
+
+/// How long a thread polls a word before it sleeps.
+const SPIN: Duration = Duration::from_micros(30);
+
+/// The words, and which of their values are awaited. The library's thread releases the waits if the peer ends or is late.
+#[derive(Debug)]
+pub(crate) struct Waits {
+    words: Arc<Words>,
+    /// The indices of the words that the peer's streams store.
+    watched: Range<usize>,
+    watcher: Arc<Watcher>,
+    state: Mutex<State>,
+    me: Weak<Waits>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Awaited values that were not seen yet.
+    awaited: Vec<Awaited>,
+    /// For each watched word, the highest value that was certainly stored by the peer.
+    confirmed: Box<[u64]>,
+    loss: Option<Loss>,
+    /// Descriptors of the peer.
+    peers: Vec<(OwnedFd, Token)>,
+    /// Whether the peer's process can store nothing any more.
+    is_gone: bool,
+    /// When the thread looks at the deadlines.
+    next: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Awaited {
+    index: usize,
+    value: u64,
+    deadline: Instant,
+    limit: Duration,
+}
+
+impl Waits {
+    /// # Errors
+    /// [`Error::System`].
+    pub(crate) fn new(words: Arc<Words>, watched: Range<usize>) -> Result<Arc<Self>> {
+        let watcher = Watcher::get()?;
+        let state = State {
+            awaited: Vec::new(),
+            confirmed: vec![0; watched.len()].into(),
+            loss: None,
+            peers: Vec::new(),
+            is_gone: false,
+            next: None,
+        };
+        let state = Mutex::new(state);
+        let waits = Arc::new_cyclic(|me: &Weak<Self>| Self { words, watched, watcher, state, me: me.clone() });
+        waits.watcher.attach(waits.me.clone());
+        Ok(waits)
+    }
+
+    /// Releases the waits when the peer's process ends (its pidfd) or closes the connection (its socket).
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub(crate) fn release_with(&self, peer: OwnedFd) -> Result<()> {
+        let mut state = lock(&self.state);
+        let source: Weak<dyn Source> = self.me.clone();
+        let key = state.peers.len() as u64;
+        let flags = if is_socket(&peer) { EpollFlags::EPOLLRDHUP } else { EpollFlags::EPOLLIN };
+        let token = self.watcher.add(peer.as_fd(), flags, source, key);
+        let token = token.map_err(|error| Error::system("watch a peer", error))?;
+        state.peers.push((peer, token));
+        Ok(())
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        &self.words.get()[index]
+    }
+
+    fn is_lost(&self) -> bool {
+        self.word(LOST).load(Ordering::Acquire) != 0
+    }
+
+    /// Notes values that the peer's streams have stored.
+    fn confirm(&self, state: &mut State, index: usize) {
+        let value = self.word(index).load(Ordering::Acquire);
+        // A release marks the words first, so this value is the peer's.
+        let confirmed = &mut state.confirmed[index - self.watched.start];
+        if !self.is_lost() && has_reached(value, *confirmed) {
+            *confirmed = value;
+        }
+    }
+
+    fn settle(&self, state: &mut State) {
+        for at in (0..state.awaited.len()).rev() {
+            let Awaited { index, value, .. } = state.awaited[at];
+            self.confirm(state, index);
+            if has_reached(state.confirmed[index - self.watched.start], value) {
+                state.awaited.swap_remove(at);
+            }
+        }
+    }
+
+    /// Announces that a stream will wait for a value, at most for this time. Returns whether it has to.
+    ///
+    /// # Errors
+    /// [`PeerError::WorkLost`] if the waits were released, and the value was not reached before.
+    pub(crate) fn expect(&self, index: usize, value: u64, limit: Duration) -> Result<bool> {
+        match self.completion(index, value) {
+            Completion::Done => return Ok(false),
+            Completion::Lost => return Err(self.loss()),
+            Completion::Pending => {}
+        }
+        let mut state = lock(&self.state);
+        let now = Instant::now();
+        let deadline = now.checked_add(limit).unwrap_or_else(|| crate::channel::deadline_after(limit));
+        state.awaited.push(Awaited { index, value, deadline, limit });
+        if state.next.is_none_or(|next| deadline < next) {
+            state.next = Some(deadline);
+            self.watcher.wake();
+        }
+        Ok(true)
+    }
+
+    /// Whether the peer's streams have stored a value.
+    pub(crate) fn completion(&self, index: usize, value: u64) -> Completion {
+        let state = &mut *lock(&self.state);
+        self.confirm(state, index);
+        match has_reached(state.confirmed[index - self.watched.start], value) {
+            true => Completion::Done,
+            false if self.is_lost() => Completion::Lost,
+            false => Completion::Pending,
+        }
+    }
+
+    /// The error of lost work.
+    pub(crate) fn loss(&self) -> Error {
+        let reason = lock(&self.state).loss.unwrap_or(Loss::Released);
+        Error::Peer(PeerError::WorkLost { reason })
+    }
+
+    /// Ends the waits of all processes for the words, now and for ever.
+    pub(crate) fn release(&self, reason: Loss) {
+        self.release_in(&mut lock(&self.state), reason);
+    }
+
+    fn release_in(&self, state: &mut State, reason: Loss) {
+        for index in self.watched.clone() {
+            self.confirm(state, index);
+        }
+        self.settle(state);
+        state.loss.get_or_insert(reason);
+        self.word(LOST).store(1, Ordering::SeqCst);
+        self.store_released();
+        state.next = Some(Instant::now());
+        self.watcher.wake();
+    }
+
+    fn store_released(&self) {
+        self.watched.clone().for_each(|index| self.word(index).store(RELEASED, Ordering::SeqCst));
+    }
+
+    /// Waits on the CPU until a value is reached.
+    ///
+    /// # Errors
+    /// [`PeerError::WorkLost`]; [`PeerError::Timeout`]; [`Error::Interrupted`].
+    pub(crate) fn wait(
+        &self,
+        (index, value): (usize, u64),
+        limit: Duration,
+        cancel: &Cancel,
+        purpose: &'static str,
+    ) -> Result<()> {
+        let found = poll(limit, cancel, || match self.completion(index, value) {
+            Completion::Done => Some(Ok(())),
+            Completion::Lost => Some(Err(self.loss())),
+            Completion::Pending => None,
+        })?;
+        found.unwrap_or(Err(Error::Peer(PeerError::Timeout { purpose, waited: limit })))
+    }
+}
+
+/// Calls `attempt` until it returns a value: at first in a loop, then with pauses, because no call wakes a thread when a device stores a
+/// word. `None` after the limit.
+///
+/// # Errors
+/// [`Error::Interrupted`].
+pub(crate) fn poll<T>(limit: Duration, cancel: &Cancel, mut attempt: impl FnMut() -> Option<T>) -> Result<Option<T>> {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = attempt() {
+            return Ok(Some(found));
+        }
+        let waited = begun.elapsed();
+        match waited {
+            _ if waited >= limit => return Ok(None),
+            _ if waited < SPIN => thread::yield_now(),
+            // Its short sleeps are exact.
+            _ if waited < 50 * SPIN => thread::sleep(SPIN.min(limit - waited)),
+            _ => cancel.pause(Duration::from_millis(1).min(limit - waited))?,
+        }
+    }
+}
+
+fn is_socket(fd: &OwnedFd) -> bool {
+    rustix::net::sockopt::socket_type(fd).is_ok()
+}
+
+impl Source for Waits {
+    fn ready(&self, key: u64, _: EpollFlags) {
+        let state = &mut *lock(&self.state);
+        let Some(at) = usize::try_from(key).ok().filter(|at| *at < state.peers.len()) else { return };
+        let (fd, token) = &state.peers[at];
+        self.watcher.remove(*token, fd.as_fd());
+        state.is_gone |= !is_socket(fd);
+        if state.loss.is_none() {
+            self.release_in(state, Loss::Gone);
+        }
+    }
+
+    fn tick(&self, now: Instant) -> Option<Instant> {
+        let state = &mut *lock(&self.state);
+        self.settle(state);
+        if self.is_lost() {
+            if !state.awaited.is_empty() {
+                self.store_released();
+            }
+            // What a device stores after its process is gone is stored by now.
+            state.next = (!state.awaited.is_empty() && !state.is_gone).then(|| now + AGAIN);
+            return state.next;
+        }
+        if let Some(late) = state.awaited.iter().find(|awaited| awaited.deadline <= now) {
+            let reason = Loss::Late { limit: late.limit };
+            self.release_in(state, reason);
+            return Some(now + AGAIN);
+        }
+        state.next = state.awaited.iter().map(|awaited| awaited.deadline).min();
+        state.next
+    }
+}
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        for (fd, token) in state.peers.drain(..) {
+            self.watcher.remove(token, fd.as_fd());
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! 64-bit words in a sealed memfd that several processes map.
+
+use std::{
+    io,
+    num::NonZeroUsize,
+    os::fd::{BorrowedFd, OwnedFd},
+    ptr::NonNull,
+    slice,
+    sync::atomic::AtomicU64,
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::SealFlag,
+    sys::mman::{MapFlags, ProtFlags, mmap, munmap},
+};
+
+use super::memfd;
+
+/// Mapped words. Other processes may change them at any time, and nobody can take them away.
+#[derive(Debug)]
+pub(crate) struct Words {
+    start: NonNull<AtomicU64>,
+    size: NonZeroUsize,
+}
+
+// SAFETY: the pages stay mapped as long as the value, and all access is atomic.
+unsafe impl Send for Words {}
+// SAFETY: as above.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// Creates and maps `size` bytes of zeros, a multiple of the page size. The descriptor is for other processes.
+    ///
+    /// # Errors
+    /// See memfd_create(2), mmap(2).
+    pub(crate) fn create(size: NonZeroUsize) -> io::Result<(Self, OwnedFd)> {
+        let file = memfd::create(size.get() as u64)?;
+        memfd::add_seals(&file, SealFlag::F_SEAL_SEAL)?;
+        let words = Self::map(&file, size)?;
+        Ok((words, file))
+    }
+
+    /// Maps another process's words.
+    ///
+    /// # Errors
+    /// `InvalidData` with the reason if it is no memfd of this size whose seals are final and allow writing; see mmap(2).
+    pub(crate) fn open(file: BorrowedFd<'_>, size: NonZeroUsize) -> io::Result<Self> {
+        match memfd::inspect(file, size.get() as u64) {
+            Ok(false) => Self::map(file, size),
+            Ok(true) => Err(io::Error::new(io::ErrorKind::InvalidData, "the memory is sealed against writing")),
+            Err((_, reason)) => Err(io::Error::new(io::ErrorKind::InvalidData, reason)),
+        }
+    }
+
+    fn map(file: impl std::os::fd::AsFd, size: NonZeroUsize) -> io::Result<Self> {
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: the kernel chooses the address, so the mapping replaces no other.
+        let start = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) };
+        start.map(|start| Self { start: start.cast(), size }).map_err(Errno::into)
+    }
+
+    /// Zero is valid for all words, and other processes and devices only store whole words.
+    pub(crate) fn get(&self) -> &[AtomicU64] {
+        // SAFETY: the pages are mapped, aligned and as long as that.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.size.get() / size_of::<AtomicU64>()) }
+    }
+
+    pub(crate) fn start(&self) -> NonNull<AtomicU64> {
+        self.start
+    }
+
+    /// In bytes.
+    pub(crate) fn size(&self) -> usize {
+        self.size.get()
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        // SAFETY: `map` mapped it, and nothing refers to it any more.
+        let _ = unsafe { munmap(self.start.cast(), self.size.get()) };
+    }
+}
