@@ -191,6 +191,9 @@ objects! {
         pub deadline_ms: Option<u64>,
     }
 
+    /// The words by which the two sides order GPU work. The record carries their descriptor.
+    pub struct Turns {}
+
     /// Describes the buffers that follow. The record carries the descriptor of the blob, if there is one.
     pub struct Format {
         /// The arrays in each buffer.
@@ -221,7 +224,8 @@ objects! {
         /// The publisher's own bytes, in hexadecimal.
         #[cfg_attr(feature = "schema", schemars(length(max = 8192)))]
         pub user: Option<String>,
-        /// Reserved for the order of GPU work.
+        /// The turn after which a stream of the publisher has written the buffer. `None`: it is written. Only after `turns`.
+        #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
         pub ready_at: Option<u64>,
     }
 
@@ -230,7 +234,8 @@ objects! {
     pub struct Done {
         /// The number of the publication.
         pub number: u64,
-        /// Reserved for the order of GPU work.
+        /// The turn after which no stream of the subscriber reads the buffer. `None`: none reads it. Only after `turns`.
+        #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
         pub done_at: Option<u64>,
     }
 

@@ -16,7 +16,7 @@ pub(crate) use self::frame::{claimed_fds, is_error};
 pub(crate) use self::messages::milliseconds;
 pub use self::messages::{
     Busy, ByteRange, Check, Done, End, Failure, Format, Hello, Leave, Memory, NamedArray, Offer, Policy, PoolNumber,
-    Ready, Received, Request, Segments, Stream, Subscribe, Verdict,
+    Ready, Received, Request, Segments, Stream, Subscribe, Turns, Verdict,
 };
 pub use crate::base::strict::is_unsafe_on_terminals;
 pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
@@ -68,6 +68,18 @@ pub const MAX_USER_BYTES: usize = 4096;
 /// The longest reported reason for an invalid body, in bytes. The parser's reason quotes the peer.
 const MAX_REASON: usize = 256;
 
+/// The size of the words of `turns`, in bytes.
+pub const TURNS_SIZE: usize = 8192;
+
+/// The turns of one direction use this many words in turn.
+pub const TURNS: usize = 256;
+
+/// The index of the word of turn 0 of the publisher's streams.
+pub const READY_WORDS: usize = 256;
+
+/// The index of the word of turn 0 of the subscriber's streams.
+pub const DONE_WORDS: usize = 512;
+
 /// The default name of a producer's object.
 pub const DEFAULT_OBJECT: &str = "default";
 
@@ -94,6 +106,8 @@ messages! {
     14 "done" Done(Done),
     15 "end" End(End),
     16 "leave" Leave(Leave),
+    #[doc = "The descriptor of the words."]
+    17 "turns" Turns(Turns),
 }
 
 no_texts!(Access, ArrayDescriptor, Check, ErrorCode, Mechanism, Placement, Pointer, Policy);
@@ -103,7 +117,7 @@ impl Message {
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
-            Self::Format(Format { length: Some(_), .. }) | Self::Pool(_) => 1,
+            Self::Format(Format { length: Some(_), .. }) | Self::Pool(_) | Self::Turns(_) => 1,
             _ => 0,
         }
     }
@@ -182,6 +196,9 @@ impl Message {
                 let message =
                     format!("{} digits of user bytes: at most {} are allowed", user.len(), 2 * MAX_USER_BYTES);
                 Err(ProtocolError::Content(message))
+            }
+            Self::Ready(Ready { ready_at: Some(0), .. }) | Self::Done(Done { done_at: Some(0), .. }) => {
+                Err(ProtocolError::Content("a turn of 0: turns count from 1".to_owned()))
             }
             Self::Leave(leave) if leave.held.len() as u64 > MAX_HELD => {
                 let message = format!("{} buffers in a leave: at most {MAX_HELD} are allowed", leave.held.len());

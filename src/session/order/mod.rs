@@ -69,6 +69,7 @@ pub enum Completion {
 }
 
 /// The result of a self-test.
+#[derive(Debug)]
 pub(crate) enum Tested {
     Usable(Registered),
     Unusable { reason: String },

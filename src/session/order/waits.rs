@@ -28,6 +28,9 @@ const RELEASED: u64 = i64::MAX as u64;
 /// How often released words are released again: a stopped peer's streams may still store lower values.
 const AGAIN: Duration = Duration::from_millis(2);
 
+/// How often the thread looks for a value of which it is to give notice.
+const NOTICE: Duration = Duration::from_millis(1);
+
 /// How long a thread polls a word before it sleeps.
 const SPIN: Duration = Duration::from_micros(30);
 
@@ -55,6 +58,20 @@ struct State {
     is_gone: bool,
     /// When the thread looks at the deadlines.
     next: Option<Instant>,
+    notices: Vec<Notice>,
+}
+
+/// To be called once a value is reached or lost.
+struct Notice {
+    index: usize,
+    value: u64,
+    call: Box<dyn FnOnce() + Send>,
+}
+
+impl std::fmt::Debug for Notice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "at {} of word {}", self.value, self.index)
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -77,6 +94,7 @@ impl Waits {
             peers: Vec::new(),
             is_gone: false,
             next: None,
+            notices: Vec::new(),
         };
         let state = Mutex::new(state);
         let waits = Arc::new_cyclic(|me: &Weak<Self>| Self { words, watched, watcher, state, me: me.clone() });
@@ -159,6 +177,18 @@ impl Waits {
         }
     }
 
+    /// Lets the thread call `call` soon after a value is reached or lost. `call` must not block.
+    pub(crate) fn notify(&self, index: usize, value: u64, call: Box<dyn FnOnce() + Send>) {
+        lock(&self.state).notices.push(Notice { index, value, call });
+        self.watcher.wake();
+    }
+
+    /// The error of lost work, unless the peer has ended.
+    pub(crate) fn late(&self) -> Option<Error> {
+        let is_late = matches!(lock(&self.state).loss, Some(Loss::Late { .. } | Loss::Released));
+        is_late.then(|| self.loss())
+    }
+
     /// The error of lost work.
     pub(crate) fn loss(&self) -> Error {
         let reason = lock(&self.state).loss.unwrap_or(Loss::Released);
@@ -180,6 +210,18 @@ impl Waits {
         self.store_released();
         state.next = Some(Instant::now());
         self.watcher.wake();
+    }
+
+    /// Returns whether notices remain.
+    fn give_notice(&self, state: &mut State) -> bool {
+        for at in (0..state.notices.len()).rev() {
+            let Notice { index, value, .. } = state.notices[at];
+            self.confirm(state, index);
+            if self.is_lost() || has_reached(state.confirmed[index - self.watched.start], value) {
+                (state.notices.swap_remove(at).call)();
+            }
+        }
+        !state.notices.is_empty()
     }
 
     fn store_released(&self) {
@@ -247,13 +289,14 @@ impl Source for Waits {
     fn tick(&self, now: Instant) -> Option<Instant> {
         let state = &mut *lock(&self.state);
         self.settle(state);
+        let polled = self.give_notice(state).then(|| now + NOTICE);
         if self.is_lost() {
             if !state.awaited.is_empty() {
                 self.store_released();
             }
             // What a device stores after its process is gone is stored by now.
             state.next = (!state.awaited.is_empty() && !state.is_gone).then(|| now + AGAIN);
-            return state.next;
+            return state.next.into_iter().chain(polled).min();
         }
         if let Some(late) = state.awaited.iter().find(|awaited| awaited.deadline <= now) {
             let reason = Loss::Late { limit: late.limit };
@@ -261,7 +304,7 @@ impl Source for Waits {
             return Some(now + AGAIN);
         }
         state.next = state.awaited.iter().map(|awaited| awaited.deadline).min();
-        state.next
+        state.next.into_iter().chain(polled).min()
     }
 }
 

@@ -25,6 +25,7 @@ use super::{
     member::{Member, Stage},
     options::PublishOptions,
     space::padded,
+    turns::PublisherTurns,
 };
 use crate::{
     channel::{Cancel, Config, Listener, cancel::CHECK_INTERVAL, deadline_after},
@@ -35,7 +36,7 @@ use crate::{
         opening::Offer,
         watcher::{Source, Token, Watcher},
     },
-    sys::{epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
+    sys::{Words, epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
 
@@ -47,6 +48,9 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// How long a waiting thread polls before it sleeps: about the time of a wakeup.
 const SPIN: Duration = Duration::from_micros(20);
+
+/// How long a thread that polls words sleeps for short times before it sleeps for this time.
+const SLEEP: Duration = Duration::from_millis(1);
 
 /// A publisher's pool and its connections.
 #[derive(Debug)]
@@ -60,6 +64,8 @@ pub(super) struct Hub {
     pub(super) epoch: u64,
     pub(super) creator: ProcessIdentity,
     pub(super) watcher: Arc<Watcher>,
+    /// `None` if the device's streams can't store words.
+    pub(super) turns: Option<PublisherTurns>,
     /// Readable when a subscriber has sent a record, or `freed` was written.
     pub(super) inbox: Epoll,
     /// Wakes the thread that waits for a buffer.
@@ -116,6 +122,8 @@ pub(super) struct Desk {
 #[derive(Debug, Default)]
 pub(super) struct Publication {
     pub(super) record: Vec<u8>,
+    /// The turn after which a stream has written it, unless it was written before.
+    pub(super) turn: Option<u64>,
     pub(super) format: Option<Arc<FormatRecord>>,
 }
 
@@ -183,6 +191,7 @@ impl Hub {
             is_awaited: false,
             is_short: false,
         };
+        let turns = PublisherTurns::new(device)?;
         let watcher = Watcher::get()?;
         let cancel = config.cancellation()?;
         let hub = Arc::new_cyclic(|me| Self {
@@ -195,6 +204,7 @@ impl Hub {
             epoch: new_epoch(),
             creator: ProcessIdentity::current(),
             watcher,
+            turns,
             inbox,
             freed,
             hint,
@@ -325,8 +335,31 @@ impl Hub {
         *paused_until
     }
 
+    /// Takes back what the publisher's streams have written by now.
+    pub(super) fn note_written(&self, desk: &mut Desk) {
+        if let Some(turns) = self.turns.as_ref().filter(|_| !desk.ledger.is_written()) {
+            desk.ledger.written(|turn| turns.is_written(turn));
+        }
+    }
+
+    /// The words of the subscribers.
+    pub(super) fn subscribers_words(&self, state: &mut State) -> BTreeMap<u64, Arc<Words>> {
+        let members = state.members.values().filter(|member| member.is_subscribed());
+        members.filter_map(|member| Some((member.id, Arc::clone(member.words.as_ref()?.words())))).collect()
+    }
+
+    /// From this turn on, streams store the turns of these subscribers.
+    pub(super) fn begin_turns(&self, state: &mut State, ids: &[u64], turn: u64) {
+        for id in ids {
+            if let Some(words) = state.members.get_mut(id).and_then(|member| member.words.as_mut()) {
+                words.begin(turn);
+            }
+        }
+    }
+
     /// Reads the records of all subscribers, and sends the buffers that wait for them.
     pub(super) fn drain(&self, state: &mut State) {
+        self.note_written(&mut state.desk);
         for member in state.members.values_mut().filter(|member| member.may_hold()) {
             member.drain(false, &mut state.desk, self);
             member.flush(&mut state.desk, self);
@@ -369,8 +402,18 @@ impl Hub {
                 state = self.lock();
             } else {
                 state.is_awaited = true;
+                // A stream that finishes with a buffer wakes nobody.
+                let polls = !state.desk.ledger.is_written()
+                    || state.members.keys().any(|id| state.desk.ledger.is_finishing(*id));
                 drop(state);
-                let waited = self.cancel.wait(self.inbox.0.as_fd(), PollFlags::POLLIN, deadline);
+                let waited = match polls {
+                    true if now < begun + SLEEP => {
+                        thread::sleep(SPIN);
+                        Ok(true)
+                    }
+                    true => self.cancel.wait(self.inbox.0.as_fd(), PollFlags::POLLIN, deadline.min(now + SLEEP)),
+                    false => self.cancel.wait(self.inbox.0.as_fd(), PollFlags::POLLIN, deadline),
+                };
                 state = self.lock();
                 state.is_awaited = false;
                 let _ = self.freed.read();

@@ -10,12 +10,13 @@ use super::{
     hub::{Desk, Hub, State},
     member::{Member, Stage},
     options::Policy,
+    turns::SubscriberWords,
 };
 use crate::{
     channel::record::{RecordSocket, send_raw},
     error::{Error, ErrorCode, ProtocolError, Result},
     session::link::{check_backend, mismatch, unexpected, violation},
-    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, VERSION, milliseconds},
+    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, Turns, VERSION, milliseconds},
 };
 
 /// The most connections that have not joined yet. Beyond it, the oldest is closed.
@@ -194,7 +195,20 @@ impl Member {
         let offer = Message::Offer(Box::new((&hub.offer).into()));
         self.stage =
             Stage::Joining { progress: Progress::Mapping { sent: 0, history, busy: 0 }, deadline: hub.deadline() };
-        if self.send(&stream) && self.send(&offer) { self.send_segments(0, hub) } else { Err(unsent()) }
+        if self.send(&stream) && self.send_turns(hub)? && self.send(&offer) {
+            self.send_segments(0, hub)
+        } else {
+            Err(unsent())
+        }
+    }
+
+    /// Sends the words, if the publisher's streams can store them.
+    fn send_turns(&mut self, hub: &Hub) -> Result<bool> {
+        let (Some(_), Some(socket)) = (&hub.turns, &self.socket) else { return Ok(true) };
+        let (words, file) = SubscriberWords::create()?;
+        let sent = send_raw(socket.stream(), &Message::Turns(Turns {}).encode()?, &[file.as_fd()]);
+        self.words = Some(words);
+        Ok(sent.is_ok())
     }
 
     /// A socket pair of this process may connect it with another process.

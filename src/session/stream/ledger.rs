@@ -1,7 +1,8 @@
 //! Who has which buffer: the pool, the subscribers' rooms and queues, and the history. Pure state, without sockets and clocks.
 //!
 //! A buffer is free, on loan to the publisher, or published. A published buffer returns to the pool when nothing refers to it: no
-//! subscriber has it, it waits for no subscriber, and it is not in the history. The buffers that wait are always the last publications, so
+//! subscriber has it, it waits for no subscriber, it is not in the history, and no GPU works on it: not the publisher's, and not that of a
+//! subscriber that gave it back. So no stream waits for a free buffer. The buffers that wait are always the last publications, so
 //! all queues together need only as many buffers as the longest.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -20,6 +21,8 @@ pub(super) struct Ledger<T> {
     members: BTreeMap<u64, Member>,
     /// The last publications, oldest first.
     history: VecDeque<usize>,
+    /// The publications that the publisher's streams may not have written yet, each with its turn.
+    unwritten: Vec<(usize, u64)>,
     limits: Limits,
     /// The number of buffers on loan.
     loaned: usize,
@@ -41,7 +44,8 @@ struct Slot<T> {
     size: u64,
     /// The number of its publication.
     number: u64,
-    /// How many subscribers have it or will receive it, plus 1 while it is in the history, and while it is on loan.
+    /// How many subscribers have it or will receive it, plus 1 while it is in the history, while it is on loan, and while it may not be
+    /// written yet.
     uses: u32,
     data: T,
 }
@@ -54,13 +58,21 @@ struct Member {
     /// The most buffers that it has at a time.
     room: usize,
     /// The buffers that it was given and has not given back, oldest first.
-    given: Vec<usize>,
+    given: Vec<Given>,
     /// The buffers that wait for it, oldest first.
     waiting: VecDeque<usize>,
     /// How many may wait although its queue is shorter: what remains of the history that it asked for.
     backlog: usize,
     state: State,
     tally: Tally,
+}
+
+/// A buffer that a subscriber has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Given {
+    slot: usize,
+    /// The turn after which its streams do not use the buffer, once it is given back.
+    finishing: Option<u64>,
 }
 
 /// The counts of a subscriber.
@@ -114,7 +126,7 @@ impl<T: Default> Ledger<T> {
 
     fn empty(space: Option<Space>, limits: Limits) -> Self {
         let (slots, free, members, history) = (Vec::new(), Vec::new(), BTreeMap::new(), VecDeque::new());
-        Self { slots, free, space, members, history, limits, loaned: 0, published: 0 }
+        Self { slots, free, space, members, history, unwritten: Vec::new(), limits, loaned: 0, published: 0 }
     }
 
     /// Lends a buffer of this size to the publisher. In a pool of varying sizes, the history and then buffers that wait make room, oldest
@@ -185,11 +197,16 @@ impl<T: Default> Ledger<T> {
         self.release(slot);
     }
 
-    /// Publishes a buffer on loan. It then waits for every subscriber, beyond the limits of their queues until [`Ledger::trim`].
-    pub(super) fn publish(&mut self, slot: usize) -> u64 {
+    /// Publishes a buffer on loan. It then waits for every subscriber, beyond the limits of their queues until [`Ledger::trim`]. With a
+    /// turn, it is in use until [`Ledger::written`].
+    pub(super) fn publish(&mut self, slot: usize, turn: Option<u64>) -> u64 {
         self.loaned -= 1;
         self.published += 1;
         self.slots[slot].number = self.published;
+        if let Some(turn) = turn {
+            self.unwritten.push((slot, turn));
+            self.slots[slot].uses += 1;
+        }
         for member in self.members.values_mut().filter(|member| member.state == State::Active) {
             member.waiting.push_back(slot);
             self.slots[slot].uses += 1;
@@ -217,7 +234,7 @@ impl<T: Default> Ledger<T> {
     pub(super) fn sent(&mut self, id: u64) {
         let Some(member) = self.members.get_mut(&id) else { return };
         if let Some(slot) = member.waiting.pop_front() {
-            member.given.push(slot);
+            member.given.push(Given { slot, finishing: None });
             member.tally.delivered += 1;
         }
     }
@@ -239,14 +256,53 @@ impl<T: Default> Ledger<T> {
         waits
     }
 
-    /// A subscriber gives a buffer back. Returns false if it does not have it.
-    pub(super) fn give_back(&mut self, id: u64, number: u64) -> bool {
+    /// A subscriber gives a buffer back, at once or with a turn until [`Ledger::finished`]. Returns false if it does not have it.
+    pub(super) fn give_back(&mut self, id: u64, number: u64, turn: Option<u64>) -> bool {
         let slots = &self.slots;
         let Some(member) = self.members.get_mut(&id) else { return false };
-        let Some(at) = member.given.iter().position(|slot| slots[*slot].number == number) else { return false };
-        let slot = member.given.remove(at);
-        self.release(slot);
+        let has = |given: &Given| slots[given.slot].number == number && given.finishing.is_none();
+        let Some(at) = member.given.iter().position(has) else { return false };
+        if turn.is_some() {
+            member.given[at].finishing = turn;
+        } else {
+            let slot = member.given.remove(at).slot;
+            self.release(slot);
+        }
         true
+    }
+
+    /// Takes the buffers back that a subscriber gave back with a turn, if the turn has come. Returns whether there was any.
+    pub(super) fn finished(&mut self, id: u64, has_come: impl Fn(u64) -> bool) -> bool {
+        let Some(member) = self.members.get_mut(&id) else { return false };
+        let mut slots = Vec::new();
+        member.given.retain(|given| {
+            let is_over = given.finishing.is_some_and(&has_come);
+            slots.extend(is_over.then_some(given.slot));
+            !is_over
+        });
+        slots.iter().for_each(|slot| self.release(*slot));
+        !slots.is_empty()
+    }
+
+    /// Whether a subscriber gave back buffers whose turns may not have come.
+    pub(super) fn is_finishing(&self, id: u64) -> bool {
+        self.members.get(&id).is_some_and(|member| member.given.iter().any(|given| given.finishing.is_some()))
+    }
+
+    /// Notes publications that the publisher's streams have written.
+    pub(super) fn written(&mut self, has_come: impl Fn(u64) -> bool) {
+        for at in (0..self.unwritten.len()).rev() {
+            let (slot, turn) = self.unwritten[at];
+            if has_come(turn) {
+                self.unwritten.swap_remove(at);
+                self.release(slot);
+            }
+        }
+    }
+
+    /// Whether all publications are written.
+    pub(super) fn is_written(&self) -> bool {
+        self.unwritten.is_empty()
     }
 
     /// Admits a subscriber if the pool then suffices for all: an accepted publisher can always take a buffer. Varying sizes have no such
@@ -278,15 +334,16 @@ impl<T: Default> Ledger<T> {
         member.backlog = member.waiting.len();
     }
 
-    /// Ends a subscription. Of the given buffers the subscriber keeps only `kept`. Returns whether it has any.
-    pub(super) fn leave(&mut self, id: u64, kept: impl Fn(u64) -> bool) -> bool {
+    /// Ends a subscription. Of the given buffers the subscriber keeps only `kept`, by their numbers and whether they were given back with a
+    /// turn. Returns whether it has any.
+    pub(super) fn leave(&mut self, id: u64, kept: impl Fn(u64, bool) -> bool) -> bool {
         let Some(member) = self.members.get_mut(&id) else { return false };
         member.state = State::Former;
         let mut dropped: Vec<usize> = member.waiting.drain(..).collect();
         let slots = &self.slots;
-        member.given.retain(|slot| {
-            let is_kept = kept(slots[*slot].number);
-            dropped.extend((!is_kept).then_some(*slot));
+        member.given.retain(|given| {
+            let is_kept = kept(slots[given.slot].number, given.finishing.is_some());
+            dropped.extend((!is_kept).then_some(given.slot));
             is_kept
         });
         let is_empty = member.given.is_empty();
@@ -339,7 +396,7 @@ impl<T: Default> Ledger<T> {
     /// The number and the bytes of the buffers that a subscriber has.
     pub(super) fn holds(&self, id: u64) -> (usize, u64) {
         let Some(member) = self.members.get(&id) else { return (0, 0) };
-        (member.given.len(), member.given.iter().map(|slot| self.slots[*slot].size).sum())
+        (member.given.len(), member.given.iter().map(|given| self.slots[given.slot].size).sum())
     }
 
     /// The number of subscribers, with the former ones that have buffers.

@@ -17,6 +17,7 @@ use super::{
     joining::{Progress, unsent},
     ledger::Tally,
     options::Policy,
+    turns::SubscriberWords,
 };
 use crate::{
     channel::record::{Arrival, Next, RecordSocket, is_gone, peek, peek_unsigned},
@@ -40,6 +41,9 @@ const MAX_LATE: usize = MAX_HELD as usize + 2;
 
 /// The pause after too many descriptors were in flight. EPOLLOUT does not report the change.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// How often the thread looks at words.
+const POLL: Duration = Duration::from_millis(1);
 
 /// One connection.
 #[derive(Debug)]
@@ -70,6 +74,9 @@ pub(super) struct Member {
     stalled: Option<Instant>,
     /// The format that the subscriber knows.
     format: Option<Arc<FormatRecord>>,
+    pub(super) words: Option<SubscriberWords>,
+    /// Whether the thread looks for buffers that the subscriber's streams have finished with.
+    is_polled: bool,
 }
 
 #[derive(Debug)]
@@ -115,6 +122,8 @@ impl Member {
             late: 0,
             stalled: None,
             format: None,
+            words: None,
+            is_polled: false,
         };
         member.watch(hub).inspect_err(|_| member.close(hub))?;
         Ok(member)
@@ -180,6 +189,7 @@ impl Member {
     /// Reads the records that have arrived; with `until_room` only until the subscriber has room for another buffer. Returns whether no
     /// record is left.
     pub(super) fn drain(&mut self, until_room: bool, desk: &mut Desk, hub: &Hub) -> bool {
+        self.take_finished(desk);
         let mut resets = 0;
         for _ in 0..MAX_READ {
             if until_room && desk.ledger.has_room(self.id) {
@@ -217,6 +227,17 @@ impl Member {
         false
     }
 
+    /// Takes back the buffers that the subscriber's streams have finished with.
+    fn take_finished(&mut self, desk: &mut Desk) {
+        let Some(words) = &self.words else { return };
+        if desk.ledger.finished(self.id, |turn| words.is_finished(turn)) {
+            self.stalled = self.stalled.map(|_| Instant::now());
+            if matches!(self.stage, Stage::Former) && desk.ledger.holds(self.id).0 == 0 {
+                self.vanish(desk);
+            }
+        }
+    }
+
     /// Looks at the next record before it is received.
     fn may_receive(&mut self, desk: &mut Desk, hub: &Hub) -> bool {
         let (true, Some(socket)) = (self.may_have_descriptors || self.shows_sender, &self.socket) else { return true };
@@ -245,14 +266,15 @@ impl Member {
     fn handle(&mut self, message: Message, desk: &mut Desk, hub: &Hub) -> Result<()> {
         match (&self.stage, message) {
             (Stage::Joining { .. }, message) => self.join(message, desk, hub),
-            (_, Message::Done(Done { number, done_at: None })) => {
+            (_, Message::Done(Done { number, done_at })) if done_at.is_none() || self.words.is_some() => {
                 let is_former = matches!(self.stage, Stage::Former);
-                if !desk.ledger.give_back(self.id, number) {
+                if !desk.ledger.give_back(self.id, number, done_at) {
                     let error = violation(format!("buffer {number} is given back, but is not out"));
                     // Its `leave` may have given the buffer back already.
                     return if is_former { self.count_late() } else { Err(error) };
                 }
                 self.stalled = self.stalled.map(|_| Instant::now());
+                self.take_finished(desk);
                 if is_former && desk.ledger.holds(self.id).0 == 0 {
                     self.vanish(desk);
                 }
@@ -260,13 +282,13 @@ impl Member {
             }
             (_, Message::Leave(Leave { held })) => {
                 self.count_late()?;
-                self.retire(true, |number| held.contains(&number), desk);
+                self.retire(true, |number, is_finishing| is_finishing || held.contains(&number), desk);
                 Ok(())
             }
             // It can still read its buffers, and give them back.
             (_, Message::Error(_)) => {
                 self.count_late()?;
-                self.retire(false, |_| true, desk);
+                self.retire(false, |_, _| true, desk);
                 Ok(())
             }
             (_, Message::Done(_)) => Err(violation("`done` has `done_at`, which the two sides did not agree on")),
@@ -280,7 +302,7 @@ impl Member {
     }
 
     /// Ends the subscription. The subscriber keeps buffers until it gives them back or its process exits.
-    fn retire(&mut self, orderly: bool, keeps: impl Fn(u64) -> bool, desk: &mut Desk) {
+    fn retire(&mut self, orderly: bool, keeps: impl Fn(u64, bool) -> bool, desk: &mut Desk) {
         self.report_left(orderly, desk);
         self.stage = Stage::Former;
         if !desk.ledger.leave(self.id, keeps) {
@@ -299,11 +321,13 @@ impl Member {
                 }
             }
             if desk.ledger.trim(self.id) {
-                if self.stalled.is_none() {
+                let polls = desk.ledger.is_finishing(self.id) && !std::mem::replace(&mut self.is_polled, true);
+                let is_new = self.stalled.is_none();
+                if is_new {
                     self.stalled = Some(Instant::now());
-                    if self.policy == Policy::Every {
-                        hub.watcher.wake();
-                    }
+                }
+                if polls || is_new && self.policy == Policy::Every {
+                    hub.watcher.wake();
                 }
             } else {
                 self.stalled = None;
@@ -320,6 +344,13 @@ impl Member {
         (self.is_blocked, self.retry) = (false, None);
         while let Some(slot) = desk.ledger.next(self.id) {
             let publication = desk.ledger.data(slot);
+            if let (Some(turn), Some(words), Some(own)) = (publication.turn, &self.words, &hub.turns)
+                && !words.covers(turn, own)
+            {
+                self.retry = Some(Instant::now() + POLL);
+                hub.watcher.wake();
+                return Ok(());
+            }
             if let Some(format) = &publication.format
                 && self.format.as_ref().is_none_or(|known| !Arc::ptr_eq(known, format))
             {
@@ -393,14 +424,14 @@ impl Member {
     fn hang_up(&mut self, desk: &mut Desk, hub: &Hub) {
         // Until its process is gone, it may still read its buffers.
         let can_wait = self.process_token.is_some() && self.may_hold();
-        self.retire(false, |_| can_wait, desk);
+        self.retire(false, |_, _| can_wait, desk);
         self.close_socket(hub);
     }
 
     /// The peer's process has exited.
     pub(super) fn process_gone(&mut self, desk: &mut Desk) {
         self.report_left(false, desk);
-        desk.ledger.leave(self.id, |_| false);
+        desk.ledger.leave(self.id, |_, _| false);
         self.vanish(desk);
     }
 
@@ -441,7 +472,7 @@ impl Member {
         }
         let keeps = self.may_hold();
         let deadline = Instant::now() + GRACE;
-        self.stage = if desk.ledger.leave(self.id, |_| keeps) { Stage::Former } else { Stage::Refused { deadline } };
+        self.stage = if desk.ledger.leave(self.id, |_, _| keeps) { Stage::Former } else { Stage::Refused { deadline } };
         self.is_blocked = false;
         self.arm(desk, hub);
         hub.watcher.wake();
@@ -467,6 +498,12 @@ impl Member {
             }
             Stage::Joining { deadline, .. } | Stage::Refused { deadline } => Some(deadline),
             Stage::Active => {
+                // A stream that finishes with a buffer wakes nobody.
+                if self.is_polled {
+                    self.take_finished(desk);
+                    self.flush(desk, hub);
+                    self.is_polled = desk.ledger.is_finishing(self.id) && desk.ledger.has_waiting(self.id);
+                }
                 let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
                 if due(self.retry) || due(self.eviction(hub)) {
                     // Its records may be unread.
@@ -476,7 +513,12 @@ impl Member {
                 if let Some(granted) = hub.options.every.filter(|_| self.is_subscribed() && due(self.eviction(hub))) {
                     self.evict(&Error::Peer(PeerError::TurnTooLong { granted }), desk, hub);
                 }
-                self.retry.into_iter().chain(self.eviction(hub)).min()
+                let poll = self.is_polled.then(|| now + POLL);
+                self.retry.into_iter().chain(self.eviction(hub)).chain(poll).min()
+            }
+            Stage::Complete | Stage::Former if desk.ledger.is_finishing(self.id) => {
+                self.take_finished(desk);
+                Some(now + POLL)
             }
             Stage::Complete | Stage::Former | Stage::Gone => None,
         }

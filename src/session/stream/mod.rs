@@ -54,6 +54,7 @@ mod publisher;
 mod sample;
 mod space;
 mod subscriber;
+mod turns;
 
 pub(crate) use self::connection::Identity;
 pub use self::{

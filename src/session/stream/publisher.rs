@@ -21,8 +21,8 @@ use super::{
 use crate::{
     channel::{Listener, record::check_type},
     error::{Error, ErrorCode, Holder, PeerError, Result},
-    memory::{Device, Shared},
-    session::{Config, link::mismatch},
+    memory::{Device, Region, Shared},
+    session::{Config, link::mismatch, order::Order},
 };
 
 /// Publishes buffers of one pool to any number of subscribers, none of which delays it unless [`PublishOptions::every`] allows that.
@@ -172,6 +172,7 @@ impl Publisher {
     }
 
     fn lend(&self, state: &mut State, size: u64) -> Option<Loan> {
+        self.hub.note_written(&mut state.desk);
         // Returned buffers are read here, so that the publication is sent at once.
         let mut all_read = true;
         for member in state.members.values_mut().filter(|member| member.may_hold()) {
@@ -231,6 +232,15 @@ impl Publisher {
         PublisherStats { published: ledger.published(), free: ledger.free(), subscribers: Hub::usage(state) }
     }
 
+    /// Whether streams order the publications of [`Loan::publish_on`], or why each waits for its stream on the CPU. Does not block. Before the
+    /// first publication on a stream, it is the device's claim.
+    pub fn order(&self) -> Order {
+        match &self.hub.turns {
+            Some(turns) => turns.current_order(),
+            None => Order::Cpu { reason: format!("{} has no stream memory operations", self.hub.memory.device()) },
+        }
+    }
+
     /// Ends the subscription of a subscriber, by its number in an event or in [`Publisher::stats`]. Its buffers remain out of use until
     /// it gives them back or its process exits. Returns false if there is no such subscriber. Does not block.
     ///
@@ -288,7 +298,8 @@ impl Publisher {
                 Stage::Complete => desk.ledger.holds(id).0 == 0,
                 _ => true,
             };
-            Ok(state.members.values().all(|member| is_done(member.id, &member.stage)).then_some(()))
+            let is_written = desk.ledger.is_written();
+            Ok((is_written && state.members.values().all(|member| is_done(member.id, &member.stage))).then_some(()))
         })?;
         let state = &mut *hub.lock();
         // What still waits is lost, but this is no crash.

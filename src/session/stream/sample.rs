@@ -4,15 +4,17 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use super::{format::Format, misuse, subscriber::Connection};
 use crate::{
-    driver::Access,
-    error::Result,
-    memory::{Array, Region, region},
+    driver::{Access, Stream},
+    error::{MemoryError, Result},
+    memory::{Array, Device, Region, sealed},
+    session::order::Completion,
 };
 
 /// A buffer that this subscriber was given, mapped read-only. [`Region::size`] is the size of the data in bytes.
 ///
 /// Dropping it gives it back, from any thread, also after the subscriber was dropped: waits until the GPU's work on the device has
-/// finished, then sends a small record. It remains readable after the publisher has ended. After an eviction the publisher does not
+/// finished, then sends a small record. A sample of [`Subscriber::receive_on`](super::Subscriber::receive_on) is given back behind its
+/// stream's work, without waiting. It remains readable after the publisher has ended. After an eviction the publisher does not
 /// reuse it either, until it is given back.
 pub struct Sample {
     pub(super) connection: Arc<Connection>,
@@ -25,6 +27,10 @@ pub struct Sample {
     pub(super) size: u64,
     pub(super) user: Vec<u8>,
     pub(super) format: Arc<Format>,
+    /// The turn after which the publisher's streams have written it.
+    pub(super) turn: Option<u64>,
+    /// The stream that waits for it, and then uses it.
+    pub(super) stream: Option<Stream>,
     /// Whether the buffer was given back, or can't be.
     pub(super) is_over: bool,
 }
@@ -55,6 +61,15 @@ impl Sample {
         &self.user
     }
 
+    /// Whether the publisher's GPU has written the buffer. [`Completion::Pending`] is possible only with
+    /// [`Subscriber::receive_on`](super::Subscriber::receive_on); after [`Completion::Lost`], discard what was read. Does not block.
+    pub fn completion(&self) -> Completion {
+        match (self.turn, &self.connection.turns) {
+            (Some(turn), Some(turns)) => turns.completion(turn),
+            _ => Completion::Done,
+        }
+    }
+
     /// The description of the buffer.
     pub fn format(&self) -> &Format {
         &self.format
@@ -81,15 +96,24 @@ impl Sample {
     #[doc(alias = "cuCtxSynchronize")]
     pub fn give_back(mut self) -> Result<()> {
         self.is_over = true;
-        self.synchronize()?;
-        self.connection.give_back(self.entry, self.number);
-        Ok(())
+        self.give_back_when_done()
+    }
+
+    fn give_back_when_done(&self) -> Result<()> {
+        match &self.stream {
+            Some(stream) => self.connection.give_back_on(stream, self.entry, self.number),
+            None => {
+                self.synchronize()?;
+                self.connection.give_back(self.entry, self.number, None);
+                Ok(())
+            }
+        }
     }
 
     /// Gives the buffer back without the synchronization: the caller has already synchronized all GPU work on the buffer.
     pub fn give_back_idle(mut self) {
         self.is_over = true;
-        self.connection.give_back(self.entry, self.number);
+        self.connection.give_back(self.entry, self.number, None);
     }
 }
 
@@ -98,21 +122,49 @@ impl Drop for Sample {
         if self.is_over || !self.connection.is_own() {
             return;
         }
-        match self.synchronize() {
-            Ok(()) => self.connection.give_back(self.entry, self.number),
-            Err(error) => tracing::error!(%error, "a buffer is not given back: GPU work on it may not be finished"),
+        if let Err(error) = self.give_back_when_done() {
+            tracing::error!(%error, "a buffer is not given back: GPU work on it may not be finished");
         }
     }
 }
 
-region!(
-    Sample,
-    |this| this.connection.memory.device(),
-    this.connection.memory.address() + this.offset,
-    this.size,
-    Access::ReadOnly,
-    true
-);
+impl sealed::Sealed for Sample {}
+
+impl Region for Sample {
+    fn device(&self) -> &Device {
+        self.connection.memory.device()
+    }
+
+    fn address(&self) -> u64 {
+        self.connection.memory.address() + self.offset
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn access(&self) -> Access {
+        Access::ReadOnly
+    }
+
+    /// Waits for the sample's stream first, if it has one.
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        if let Some(stream) = &self.stream {
+            stream.synchronize()?;
+        }
+        self.connection.memory.copy_out(self.offset + check(offset, to.len(), self.size)?, to)
+    }
+}
+
+/// # Errors
+/// [`MemoryError::OutOfRange`].
+fn check(offset: u64, length: usize, size: u64) -> Result<u64> {
+    let length = length as u64;
+    match offset.checked_add(length) {
+        Some(end) if end <= size => Ok(offset),
+        _ => Err(MemoryError::OutOfRange { offset, length, size }.into()),
+    }
+}
 
 impl fmt::Debug for Sample {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -14,7 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
+use nix::sys::{
+    epoll::{Epoll, EpollEvent, EpollFlags},
+    eventfd::EventFd,
+};
 use rustix::net::SendFlags;
 
 use super::{
@@ -23,22 +26,25 @@ use super::{
     misuse,
     options::SubscribeOptions,
     sample::Sample,
+    turns::{Turns, check_device},
 };
 use crate::{
     channel::{Cancel, Channel, Peer, connect, deadline_after},
-    driver::{Access, Driver},
+    driver::{Access, Driver, Stream},
     error::{Error, ErrorCode, PeerError, Result},
     memory::{Device, Imported, Mechanism, Region, Selector},
     session::{
         Config,
         link::{Link, check_backend, code_for, mismatch, unexpected, violation},
         opening::{self, DeviceChoice, Offer, acknowledge},
+        order::{Completion, Order, check_stream},
     },
-    sys::{epoll, fork::ProcessIdentity, try_lock},
-    wire::{DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM, Stream},
+    sys::{epoll, eventfd, fork::ProcessIdentity, try_lock},
+    wire::{self, DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM},
 };
 
 const FOR_A_BUFFER: &str = "for a buffer";
+const FOR_THE_POOL: &str = "for the offer of the pool";
 
 /// How often a waiting thread looks whether it is its turn to receive.
 const TURN: Duration = Duration::from_millis(1);
@@ -53,12 +59,14 @@ const MAX_LATE: usize = 16;
 pub struct Subscriber {
     connection: Arc<Connection>,
     reader: Mutex<Reader>,
-    /// Readable with the socket, or when the publisher's process has exited: for the program's polls.
+    /// Readable with the socket, with `written`, or when the publisher's process has exited: for the program's polls.
     watch: Epoll,
+    /// Readable once a buffer is written that [`Subscriber::try_receive`] found unwritten.
+    written: Arc<EventFd>,
     /// The channel's.
     cancel: Cancel,
     publisher: Peer,
-    stream: Stream,
+    stream: wire::Stream,
 }
 
 /// The result of a receive call.
@@ -86,7 +94,10 @@ impl Received {
 /// What samples need after the subscriber is gone. The connection closes with the last of them.
 #[derive(Debug)]
 pub(super) struct Connection {
+    /// Before the words: unmapping it must not meet a stream that waits.
     pub(super) memory: Imported,
+    /// The words, if the publisher's streams order its work.
+    pub(super) turns: Option<Turns>,
     socket: Arc<UnixStream>,
     /// The numbers of the samples that exist, 0 for none: as many entries as the subscriber may hold buffers.
     held: Box<[AtomicU64]>,
@@ -99,14 +110,27 @@ impl Connection {
         self.creator.is_current()
     }
 
-    /// Gives a buffer back. Takes no lock.
-    pub(super) fn give_back(&self, entry: usize, number: u64) {
+    /// Gives a buffer back, with the turn after which no stream reads it. Takes no lock.
+    pub(super) fn give_back(&self, entry: usize, number: u64, done_at: Option<u64>) {
         if !self.is_own() {
             return;
         }
         // First: the publisher may use the room at once.
         self.held[entry].store(0, Ordering::Release);
-        self.send(&Message::Done(Done { number, done_at: None }));
+        self.send(&Message::Done(Done { number, done_at }));
+    }
+
+    /// Gives a buffer back behind the work of a stream.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] while the stream is being captured; [`Error::Driver`]. The buffer is then not given back.
+    pub(super) fn give_back_on(&self, stream: &Stream, entry: usize, number: u64) -> Result<()> {
+        let done_at = match &self.turns {
+            Some(turns) => turns.finish_on(stream)?,
+            None => stream.synchronize().map(|()| None)?,
+        };
+        self.give_back(entry, number, done_at);
+        Ok(())
     }
 
     /// Sends a message that fits into the socket's buffer, because each side limits what it sends. A failure means that the publisher is
@@ -120,6 +144,18 @@ impl Connection {
     }
 }
 
+impl Drop for Connection {
+    /// Waits for the streams that use the buffers: each waits for the publisher at most as long as its limit.
+    fn drop(&mut self) {
+        if self.is_own()
+            && self.turns.as_ref().is_some_and(Turns::is_used)
+            && let Err(error) = self.memory.device().wait_for_work()
+        {
+            tracing::error!(%error, "GPU work on a stream's buffers may not be finished");
+        }
+    }
+}
+
 /// The receiving half.
 #[derive(Debug)]
 struct Reader {
@@ -128,6 +164,8 @@ struct Reader {
     /// The number of the last buffer, 0 before the first.
     last: u64,
     size: Option<u64>,
+    /// A received buffer that was not written yet.
+    unwritten: Option<Sample>,
     end: Option<Final>,
 }
 
@@ -203,7 +241,7 @@ impl Subscriber {
 
     fn join(mut link: Link, identity: Identity, mut device: DeviceChoice, options: &SubscribeOptions) -> Result<Self> {
         let joined = Self::map(&mut link, &mut device, options);
-        let (stream, memory, format) = match joined {
+        let (stream, turns, memory, format) = match joined {
             Ok(joined) => joined,
             Err(error) => {
                 link.report(&error);
@@ -213,15 +251,21 @@ impl Subscriber {
         };
         let held = (0..options.held).map(|_| AtomicU64::new(0)).collect();
         let creator = ProcessIdentity::current();
-        let connection = Arc::new(Connection { memory, socket: link.channel.socket(), held, creator });
+        let connection = Arc::new(Connection { memory, turns, socket: link.channel.socket(), held, creator });
         let mut channel = link.channel;
         let Identity { peer: publisher, process, .. } = identity;
-        let watch = watch(&connection.socket, process.as_ref());
-        let watch = watch.map_err(|error| Error::system("watch a publisher", error))?;
+        let watching = |error| Error::system("watch a publisher", error);
+        let written = Arc::new(eventfd().map_err(watching)?);
+        let watch = watch(&connection.socket, process.as_ref(), &written).map_err(watching)?;
+        if let Some(turns) = &connection.turns {
+            let process = process.as_ref().map(OwnedFd::try_clone).transpose().map_err(watching)?;
+            let socket = connection.socket.try_clone().map_err(watching)?;
+            process.into_iter().chain([socket.into()]).try_for_each(|peer| turns.release_with(peer))?;
+        }
         channel.watch_process(process);
         let cancel = channel.cancel().clone();
-        let reader = Mutex::new(Reader { channel, format, last: 0, size: stream.size, end: None });
-        Ok(Self { connection, reader, watch, cancel, publisher, stream })
+        let reader = Mutex::new(Reader { channel, format, last: 0, size: stream.size, unwritten: None, end: None });
+        Ok(Self { connection, reader, watch, written, cancel, publisher, stream })
     }
 
     /// Subscribes, and maps the pool.
@@ -229,7 +273,7 @@ impl Subscriber {
         link: &mut Link,
         device: &mut DeviceChoice,
         options: &SubscribeOptions,
-    ) -> Result<(Stream, Imported, Arc<Format>)> {
+    ) -> Result<(wire::Stream, Option<Turns>, Imported, Arc<Format>)> {
         let subscribe = options.to_wire()?;
         link.hello(device.backend(), &[STREAM])?;
         let (hello, _) = link.receive("for the publisher's hello")?;
@@ -242,7 +286,15 @@ impl Subscriber {
             (Message::Stream(stream), _) => stream,
             (other, _) => return Err(unexpected(&other, "stream")),
         };
-        let offer = match link.receive("for the offer of the pool")? {
+        let mut next = link.receive(FOR_THE_POOL)?;
+        let words = match next {
+            (Message::Turns(_), fds) => {
+                next = link.receive(FOR_THE_POOL)?;
+                fds.into_iter().next()
+            }
+            _ => None,
+        };
+        let offer = match next {
             (Message::Offer(offer), _) => {
                 check_backend(&backend, device.backend().as_str())?;
                 Offer::read(*offer, DEFAULT_OBJECT)?
@@ -255,24 +307,60 @@ impl Subscriber {
         let range = 0..offer.memory.mapped_size;
         offer.part(&range)?;
         let chosen = device.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
+        let turns = words.map(|words| Turns::open(&words, &chosen)).transpose()?;
         let opened = opening::open(link, &chosen, &offer, &range, None)?;
         acknowledge(link, opened.unacknowledged.unwrap_or(0))?;
         // Ten times slower than an unmapping of the segments: after the acknowledgement, because the publisher need not wait for it.
         drop(opened.remains);
         // From now on, this side receives all publications.
         match link.receive("for the format of the buffers")? {
-            (Message::Format(format), fds) => Ok((stream, opened.memory, format::read(format, fds)?)),
+            (Message::Format(format), fds) => Ok((stream, turns, opened.memory, format::read(format, fds)?)),
             (other, _) => Err(unexpected(&other, "format")),
         }
     }
 
-    /// Waits for the next buffer at most this long. Buffers arrive in the order of publication.
+    /// Waits for the next buffer at most this long, and until the publisher's GPU has written it. Buffers arrive in the order of
+    /// publication.
     ///
     /// # Errors
     /// [`PeerError::Timeout`] after the limit; [`PeerError::Reported`] if the publisher has ended this subscription (`timeout`: this
     /// subscriber kept a buffer for too long); [`PeerError::Protocol`]; [`Error::Interrupted`]; [`Error::System`];
     /// [`Error::Misuse`] after an earlier error other than a timeout or an interruption.
     pub fn receive(&self, limit: Duration) -> Result<Received> {
+        self.receive_by(limit, None)
+    }
+
+    /// Like [`Subscriber::receive`], for work on a stream: does not wait until the buffer is written. The stream waits instead, at most
+    /// `limit` long from now. If the publisher's process ends or is late, the stream is released, and [`Sample::completion`] reports
+    /// [`Completion::Lost`]. Use the sample's address on this stream only. Dropping the sample gives it back behind the work that the
+    /// stream then has.
+    ///
+    /// If streams can't order the work ([`Subscriber::order`]), the call waits until the buffer is written, and dropping the sample waits
+    /// for the stream. The first call takes about a millisecond longer.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a stream of another device, and while it is being captured; [`PeerError::WorkLost`] once the publisher was
+    /// late: subscribe again; the errors of [`Subscriber::receive`].
+    ///
+    /// Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`; at the first call `cuMemHostRegister`.
+    #[doc(alias("cuStreamBatchMemOp", "cuStreamWaitValue64"))]
+    pub fn receive_on(&self, stream: &Stream, limit: Duration) -> Result<Received> {
+        check_device(stream, self.device())?;
+        check_stream(stream)?;
+        self.receive_by(limit, Some(stream))
+    }
+
+    /// Whether streams order the buffers of [`Subscriber::receive_on`], or why not. The first call tests it, in about a millisecond.
+    ///
+    /// Driver calls: `cuMemHostRegister`, `cuStreamCreate`, `cuStreamBatchMemOp`.
+    pub fn order(&self) -> Order {
+        match &self.connection.turns {
+            Some(turns) => turns.order(),
+            None => Order::Cpu { reason: "the publisher's streams can't store words".to_owned() },
+        }
+    }
+
+    fn receive_by(&self, limit: Duration, stream: Option<&Stream>) -> Result<Received> {
         self.connection.creator.check()?;
         let deadline = deadline_after(limit);
         let timeout = || Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: limit });
@@ -284,32 +372,64 @@ impl Subscriber {
                 None => self.cancel.pause(TURN)?,
             }
         };
-        self.next(&mut reader, deadline)?.ok_or_else(timeout)
+        let on = stream.map(|stream| (stream, limit));
+        self.next(&mut reader, deadline, on)?.ok_or_else(timeout)
     }
 
-    /// Like [`Subscriber::receive`], without waiting. `None` if no buffer has arrived, or another thread receives.
+    /// Like [`Subscriber::receive`], without waiting. `None` if no buffer has arrived or is written, or another thread receives.
     ///
     /// # Errors
     /// The other errors of [`Subscriber::receive`].
     pub fn try_receive(&self) -> Result<Option<Received>> {
         self.connection.creator.check()?;
         match try_lock(&self.reader) {
-            Some(mut reader) => self.next(&mut reader, Instant::now()),
+            Some(mut reader) => {
+                let _ = self.written.read();
+                let received = self.next(&mut reader, Instant::now(), None)?;
+                if let (Some(Sample { turn: Some(turn), .. }), Some(turns)) =
+                    (&reader.unwritten, &self.connection.turns)
+                {
+                    let written = Arc::clone(&self.written);
+                    turns.notify(*turn, move || {
+                        let _ = written.write(1);
+                    });
+                }
+                Ok(received)
+            }
             None => Ok(None),
         }
     }
 
-    fn next(&self, reader: &mut Reader, deadline: Instant) -> Result<Option<Received>> {
+    fn next(
+        &self,
+        reader: &mut Reader,
+        deadline: Instant,
+        on: Option<(&Stream, Duration)>,
+    ) -> Result<Option<Received>> {
         match reader.end {
             Some(Final::Ended) => return Ok(Some(Received::Ended)),
             Some(Final::Crashed(peer)) => return Ok(Some(Received::Crashed(peer))),
             Some(Final::Failed) => return Err(misuse("the session has ended: an earlier call returned the reason")),
             None => {}
         }
+        if let Some(late) = self.connection.turns.as_ref().and_then(Turns::is_late) {
+            return self.fail(reader, late);
+        }
         let mut late = 0;
         while late < MAX_LATE {
+            if let Some(sample) = reader.unwritten.take() {
+                match self.ordered(reader, sample, deadline, on)? {
+                    Completion::Done => return Ok(reader.unwritten.take().map(Received::Sample)),
+                    Completion::Pending => return Ok(None),
+                    // The reason is next.
+                    // No work of this process uses it.
+                    Completion::Lost => drop(reader.unwritten.take().map(Sample::give_back_idle)),
+                }
+            }
             let handled = match reader.channel.receive_by(deadline, FOR_A_BUFFER) {
-                Ok((Message::Ready(ready), _)) => return self.accept(reader, ready).map(Some),
+                Ok((Message::Ready(ready), _)) => {
+                    self.read(reader, ready).map(|sample| reader.unwritten = Some(sample))
+                }
                 Ok((Message::Format(format), fds)) => format::read(format, fds).map(|format| reader.format = format),
                 Ok((Message::End(_), _)) => {
                     reader.end = Some(Final::Ended);
@@ -333,8 +453,35 @@ impl Subscriber {
         Ok(None)
     }
 
-    fn accept(&self, reader: &mut Reader, ready: Ready) -> Result<Received> {
-        self.read(reader, ready).map(Received::Sample).or_else(|error| self.fail(reader, error))
+    /// Waits until a buffer is written, or lets a stream wait. The buffer is then in the reader again.
+    fn ordered(
+        &self,
+        reader: &mut Reader,
+        mut sample: Sample,
+        deadline: Instant,
+        on: Option<(&Stream, Duration)>,
+    ) -> Result<Completion> {
+        let mut completion = Ok(Completion::Done);
+        if let (Some(turn), Some(turns)) = (sample.turn, &self.connection.turns) {
+            let is_ordered = match on {
+                Some((stream, limit)) => turns.wait_on(stream, turn, limit),
+                None => Ok(false),
+            };
+            completion = match is_ordered {
+                Ok(true) => Ok(Completion::Done),
+                Ok(false) => turns.wait(turn, deadline.saturating_duration_since(Instant::now()), &self.cancel),
+                Err(Error::Peer(PeerError::WorkLost { .. })) => Ok(Completion::Lost),
+                Err(error) => Err(error),
+            };
+        }
+        if let Ok(Completion::Done) = completion {
+            sample.stream = on.map(|(stream, _)| stream.clone());
+        }
+        reader.unwritten = Some(sample);
+        match self.connection.turns.as_ref().and_then(Turns::is_late) {
+            Some(late) if matches!(completion, Ok(Completion::Lost)) => self.fail(reader, late),
+            _ => completion,
+        }
     }
 
     /// Checks a publication.
@@ -344,8 +491,8 @@ impl Subscriber {
         if number <= last {
             return Err(violation(format!("publication {number} arrived after publication {last}")));
         }
-        if ready_at.is_some() {
-            return Err(violation("`ready` has `ready_at`, which the two sides did not agree on"));
+        if ready_at.is_some() && self.connection.turns.is_none() {
+            return Err(violation("`ready` has `ready_at`, but the publisher sent no `turns`"));
         }
         let Some(size) = size.or(reader.size) else {
             return Err(violation(format!("publication {number} has no size")));
@@ -373,6 +520,8 @@ impl Subscriber {
             size,
             user,
             format: Arc::clone(&reader.format),
+            turn: ready_at,
+            stream: None,
             is_over: false,
         })
     }
@@ -413,10 +562,11 @@ impl Subscriber {
 }
 
 /// An epoll instance that is readable when the socket is, or when the process has exited.
-fn watch(socket: &UnixStream, process: Option<&OwnedFd>) -> io::Result<Epoll> {
+fn watch(socket: &UnixStream, process: Option<&OwnedFd>, written: &EventFd) -> io::Result<Epoll> {
     let watch = epoll()?;
     let readable = || EpollEvent::new(EpollFlags::EPOLLIN, 0);
     watch.add(socket, readable())?;
+    watch.add(written, readable())?;
     process.map_or(Ok(()), |process| watch.add(process, readable()))?;
     Ok(watch)
 }

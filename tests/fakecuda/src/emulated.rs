@@ -29,12 +29,12 @@ use crate::{
     events::Events,
     ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, dup, mark, marked},
     modules::Modules,
-    streams::Streams,
     numbers::{
         CONTEXT_IS_DESTROYED, DEVICE, DMA_BUF, FABRIC, HERE, HOST_NUMA, ILLEGAL_ADDRESS, INVALID_CONTEXT,
         INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED,
         NOT_SUPPORTED, NOT_VISIBLE, OPERATING_SYSTEM, OUT_OF_MEMORY, PINNED, POSIX_FD, UNKNOWN, code,
     },
+    streams::Streams,
 };
 
 /// The attributes that vmmfd requests, with the values of an H200, which claims fabric handles and refuses them.

@@ -32,7 +32,7 @@ use std::{
 use self::emulated::{Emulated, initialise, initialised};
 use self::kernels::Stretch;
 use self::modules::Kernel;
-use self::numbers::{FABRIC, INVALID_HANDLE, INVALID_VALUE};
+use self::numbers::{FABRIC, INVALID_VALUE};
 
 /// The result of a call. The error is a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;

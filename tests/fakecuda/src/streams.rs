@@ -188,7 +188,8 @@ impl Emulated {
         self.stream_device(stream)?;
         operations.iter().try_for_each(|operation| self.streams.check(operation))?;
         for &Operation { kind, address, value, .. } in operations {
-            let work = if kind == WAIT_VALUE_64 { Work::Wait { address, value } } else { Work::Write { address, value } };
+            let work =
+                if kind == WAIT_VALUE_64 { Work::Wait { address, value } } else { Work::Write { address, value } };
             self.enqueue(stream, work)?;
         }
         Ok(())

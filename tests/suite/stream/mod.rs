@@ -26,6 +26,7 @@ use crate::support::Subject;
 
 mod abuse;
 mod formats;
+mod order;
 mod peers;
 mod policies;
 mod waits;

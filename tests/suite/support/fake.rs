@@ -110,6 +110,16 @@ impl Fake {
         Self { path, library: Box::leak(Box::new(library)) }
     }
 
+    /// The functions of another library.
+    pub(crate) fn of(library: Library) -> Self {
+        Self { path: PathBuf::new(), library: Box::leak(Box::new(library)) }
+    }
+
+    /// The same library.
+    pub(crate) fn again(&self) -> Self {
+        Self { path: self.path.clone(), library: self.library }
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -2,6 +2,7 @@
 
 mod fake;
 mod faulty;
+mod gpu;
 pub(crate) mod manager;
 mod mapped;
 pub(crate) mod material;
@@ -14,6 +15,7 @@ mod subject;
 pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
+    gpu::Gpu,
     mapped::Mapped,
     process::{aborts_in_fork, in_child, in_fork, in_thread, open_files, parent_of, pause, with_own_descriptors},
     subject::{EXPORTABLE, Kind, Subject},

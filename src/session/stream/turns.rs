@@ -1,0 +1,315 @@
+//! The order of GPU work between a publisher and its subscribers.
+//!
+//! Each pair of processes has words in a page of its own, so that no subscriber reaches another's. A turn of a side is a number, and
+//! its word is stored by a stream of this side when earlier work is done. The publisher has a page for itself too: what is written there is
+//! certain.
+
+use std::{
+    collections::BTreeMap,
+    num::NonZeroUsize,
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use super::{hub::Hub, misuse};
+use crate::{
+    channel::Cancel,
+    driver::{Attribute, Operation, Registered, has_reached},
+    error::{Error, ProtocolError, Result},
+    memory::Device,
+    session::order::{Completion, Order, Stream, Tested, Waits, enqueue, test},
+    sys::{Words, lock},
+    wire::{DONE_WORDS, READY_WORDS, TURNS, TURNS_SIZE},
+};
+
+const SIZE: NonZeroUsize = NonZeroUsize::new(TURNS_SIZE).unwrap();
+
+/// The words that a publisher's streams store.
+const READY: Range<usize> = READY_WORDS..READY_WORDS + TURNS;
+
+/// More registered pages of former subscribers are given back. Each call may block: see [`Registered`].
+const MAX_FORMER: usize = 64;
+
+fn ready_word(turn: u64) -> usize {
+    READY_WORDS + turn as usize % TURNS
+}
+
+fn done_word(turn: u64) -> usize {
+    DONE_WORDS + turn as usize % TURNS
+}
+
+fn has_come(words: &Words, index: usize, turn: u64) -> bool {
+    has_reached(words.get()[index].load(Ordering::Acquire), turn)
+}
+
+/// A publisher's own words, and the registration of all its pages.
+#[derive(Debug)]
+pub(super) struct PublisherTurns {
+    own: Arc<Words>,
+    device: Device,
+    /// Only the program's threads lock it: driver calls may block.
+    streams: Mutex<Streams>,
+}
+
+#[derive(Debug, Default)]
+struct Streams {
+    own: Option<Registered>,
+    /// Why no stream can store words.
+    unusable: Option<String>,
+    /// By the subscriber's number.
+    subscribers: BTreeMap<u64, Registered>,
+    former: Vec<Registered>,
+    last: u64,
+}
+
+/// A publisher's side of the words that it shares with a subscriber.
+#[derive(Debug)]
+pub(super) struct SubscriberWords {
+    words: Arc<Words>,
+    /// The first turn that streams store here.
+    first: Option<u64>,
+}
+
+impl PublisherTurns {
+    /// `None` if the device's streams can't store words, as on the host backend.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub(super) fn new(device: &Device) -> Result<Option<Self>> {
+        // Drivers that do not know the attribute report an error.
+        if device.is_host() || device.attribute(Attribute::StreamMemoryOperations).unwrap_or(0) == 0 {
+            return Ok(None);
+        }
+        let (words, _) = Words::create(SIZE).map_err(|error| Error::system("create a publisher's words", error))?;
+        Ok(Some(Self { own: Arc::new(words), device: device.clone(), streams: Mutex::default() }))
+    }
+
+    /// Whether the publisher's streams have written a publication.
+    pub(super) fn is_written(&self, turn: u64) -> bool {
+        has_come(&self.own, ready_word(turn), turn)
+    }
+
+    /// How publications of a stream are ordered.
+    fn order(streams: &Streams) -> Order {
+        streams.unusable.clone().map_or(Order::Gpu, |reason| Order::Cpu { reason })
+    }
+
+    /// Stores the next turn in the words of all subscribers, behind the work of a stream. `None` if this stream can't: then it has been
+    /// synchronized.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub(super) fn record(&self, stream: &Stream, hub: &Hub) -> Result<Option<u64>> {
+        let streams = &mut *lock(&self.streams);
+        if streams.own.is_none() && streams.unusable.is_none() {
+            match test(&self.device, &self.own) {
+                Tested::Usable(own) => streams.own = Some(own),
+                Tested::Unusable { reason } => {
+                    tracing::warn!(reason, "publications are ordered by the CPU");
+                    streams.unusable = Some(reason);
+                }
+            }
+        }
+        if streams.own.is_none() {
+            stream.synchronize()?;
+            return Ok(None);
+        }
+        let present = hub.subscribers_words(&mut hub.lock());
+        let gone: Vec<_> = streams.subscribers.keys().filter(|id| !present.contains_key(id)).copied().collect();
+        streams.former.extend(gone.iter().filter_map(|id| streams.subscribers.remove(id)));
+        if streams.former.len() > MAX_FORMER {
+            streams.former.clear();
+        }
+        let mut added = Vec::new();
+        for (id, words) in present {
+            if streams.subscribers.contains_key(&id) {
+                continue;
+            }
+            match self.device.driver().register(self.device.ordinal(), words) {
+                Ok(registered) => {
+                    streams.subscribers.insert(id, registered);
+                    added.push(id);
+                }
+                // It receives each publication once it is written.
+                Err(error) => tracing::warn!(error = error.in_full(), "can't order GPU work with a subscriber"),
+            }
+        }
+        let Some(own) = &streams.own else { return Ok(None) };
+        let turn = streams.last + 1;
+        let mut operations = Vec::with_capacity(streams.subscribers.len() + 2);
+        // The word's last turn may be on another stream.
+        let earlier = turn.checked_sub(TURNS as u64).filter(|earlier| *earlier > 0 && !self.is_written(*earlier));
+        operations.extend(earlier.map(|earlier| own.wait(ready_word(earlier), earlier)));
+        let all = streams.subscribers.values().chain([own]);
+        operations.extend(all.map(|registered| registered.write(ready_word(turn), turn)));
+        stream.enqueue(&operations)?;
+        streams.last = turn;
+        if !added.is_empty() {
+            hub.begin_turns(&mut hub.lock(), &added, turn);
+        }
+        Ok(Some(turn))
+    }
+
+    /// Whether this process's streams order publications, or why not.
+    pub(super) fn current_order(&self) -> Order {
+        Self::order(&lock(&self.streams))
+    }
+}
+
+impl SubscriberWords {
+    /// The words, and their descriptor for the subscriber.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub(super) fn create() -> Result<(Self, OwnedFd)> {
+        let (words, file) = Words::create(SIZE).map_err(|error| Error::system("create a subscriber's words", error))?;
+        Ok((Self { words: Arc::new(words), first: None }, file))
+    }
+
+    pub(super) fn words(&self) -> &Arc<Words> {
+        &self.words
+    }
+
+    pub(super) fn begin(&mut self, turn: u64) {
+        self.first.get_or_insert(turn);
+    }
+
+    /// Whether the subscriber's streams have finished with a buffer.
+    pub(super) fn is_finished(&self, turn: u64) -> bool {
+        has_come(&self.words, done_word(turn), turn)
+    }
+
+    /// Whether a publication can be sent: streams store its turn here, or it is written.
+    pub(super) fn covers(&self, turn: u64, own: &PublisherTurns) -> bool {
+        if self.first.is_some_and(|first| first <= turn) {
+            return true;
+        }
+        if !own.is_written(turn) {
+            return false;
+        }
+        // Never a lower value than a stream's.
+        let word = &self.words.get()[ready_word(turn)];
+        let higher = |now| (!has_reached(now, turn)).then_some(turn);
+        let _ = word.fetch_update(Ordering::Release, Ordering::Acquire, higher);
+        true
+    }
+}
+
+/// A subscriber's side of the words.
+#[derive(Debug)]
+pub(super) struct Turns {
+    words: Arc<Words>,
+    waits: Arc<Waits>,
+    device: Device,
+    streams: OnceLock<Tested>,
+    pairing: Mutex<()>,
+    last: AtomicU64,
+}
+
+impl Turns {
+    /// # Errors
+    /// [`ProtocolError::Content`]; [`Error::System`].
+    pub(super) fn open(file: &OwnedFd, device: &Device) -> Result<Self> {
+        let words = Words::open(file.as_fd(), SIZE).map_err(|error| match error.kind() {
+            std::io::ErrorKind::InvalidData => ProtocolError::Content(format!("the words of `turns`: {error}")).into(),
+            _ => Error::system("map the words of `turns`", error),
+        })?;
+        let words = Arc::new(words);
+        let waits = Waits::new(Arc::clone(&words), READY)?;
+        let (streams, pairing, last) = (OnceLock::new(), Mutex::default(), AtomicU64::new(0));
+        Ok(Self { words, waits, device: device.clone(), streams, pairing, last })
+    }
+
+    pub(super) fn release_with(&self, peer: OwnedFd) -> Result<()> {
+        self.waits.release_with(peer)
+    }
+
+    /// Registers the words at the first call, and tests them.
+    fn tested(&self) -> &Tested {
+        let _one = lock(&self.pairing);
+        self.streams.get_or_init(|| test(&self.device, &self.words))
+    }
+
+    /// Whether streams use the words.
+    pub(super) fn is_used(&self) -> bool {
+        matches!(self.streams.get(), Some(Tested::Usable(_)))
+    }
+
+    pub(super) fn order(&self) -> Order {
+        match self.tested() {
+            Tested::Usable(_) => Order::Gpu,
+            Tested::Unusable { reason } => Order::Cpu { reason: reason.clone() },
+        }
+    }
+
+    pub(super) fn completion(&self, turn: u64) -> Completion {
+        self.waits.completion(ready_word(turn), turn)
+    }
+
+    /// The loss of the publisher's work, unless its process has ended.
+    pub(super) fn is_late(&self) -> Option<Error> {
+        self.waits.late()
+    }
+
+    /// Whether a publication is written, now or at the limit. `None` at the limit.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub(super) fn wait(&self, turn: u64, limit: Duration, cancel: &Cancel) -> Result<Completion> {
+        let known = || Some(self.completion(turn)).filter(|completion| *completion != Completion::Pending);
+        Ok(crate::session::order::poll(limit, cancel, known)?.unwrap_or(Completion::Pending))
+    }
+
+    /// Calls `then` once when a publication is written or lost.
+    pub(super) fn notify(&self, turn: u64, then: impl FnOnce() + Send + 'static) {
+        self.waits.notify(ready_word(turn), turn, Box::new(then));
+    }
+
+    /// Lets a stream wait until a publication is written, at most this long. Returns false if it can't.
+    ///
+    /// # Errors
+    /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost); [`Error::Driver`].
+    pub(super) fn wait_on(&self, stream: &Stream, turn: u64, limit: Duration) -> Result<bool> {
+        let Tested::Usable(registered) = self.tested() else { return Ok(false) };
+        let index = ready_word(turn);
+        if self.waits.expect(index, turn, limit)? {
+            stream.enqueue(&[registered.wait(index, turn)])?;
+        }
+        Ok(true)
+    }
+
+    /// Stores the next turn behind the work of a stream. `None` if it can't: then the stream has been synchronized.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
+    pub(super) fn finish_on(&self, stream: &Stream) -> Result<Option<u64>> {
+        let turn = self.last.fetch_add(1, Ordering::Relaxed) + 1;
+        let index = done_word(turn);
+        // A publisher lets a subscriber have fewer buffers than there are words.
+        let is_free = turn.checked_sub(TURNS as u64).is_none_or(|earlier| has_come(&self.words, index, earlier));
+        match self.tested() {
+            Tested::Usable(registered) if is_free => {
+                let operation: Operation = registered.write(index, turn);
+                enqueue(stream, &[operation])?;
+                Ok(Some(turn))
+            }
+            _ => {
+                stream.synchronize()?;
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Checks that a stream and memory are of one device: a stream of another device does not order that device's work.
+pub(super) fn check_device(stream: &Stream, device: &Device) -> Result<()> {
+    if stream.ordinal() == device.ordinal() {
+        return Ok(());
+    }
+    Err(misuse(format!("{stream:?} is of another device than the buffer, which is mapped for {device}")))
+}
