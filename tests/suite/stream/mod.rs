@@ -27,6 +27,7 @@ use crate::support::Subject;
 mod abuse;
 mod formats;
 mod order;
+mod order_peers;
 mod peers;
 mod policies;
 mod waits;

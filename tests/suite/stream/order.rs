@@ -20,7 +20,7 @@ use super::*;
 use crate::support::Gpu;
 
 cases! {
-    on crate::support::Subject;
+    on super::Alone;
     gpus alone: [
     timelines_order_streams,
     timelines_survive_a_lost_peer,
@@ -36,6 +36,21 @@ cases! {
     captures_are_refused,
     failing_calls_lose_nothing,
     ]
+}
+
+/// A subject that no other test uses: with a stream that waits, calls of the whole process may block.
+struct Alone;
+
+impl Alone {
+    fn fake() -> Subject {
+        Subject::fake()
+    }
+
+    fn cuda() -> Subject {
+        let mut subject = Subject::cuda();
+        subject.alone();
+        subject
+    }
 }
 
 /// A subject with streams, and a gate that holds streams back.

@@ -30,9 +30,14 @@ pub(super) struct Peer {
 impl Peer {
     /// Starts a peer, and waits until it has subscribed or listens.
     pub(super) fn start(role: &str, path: &Path, keep: usize) -> Self {
+        Self::run("stream::peers::process_of_a_test", ROLE, &format!("{role} {keep} {}", path.display()))
+    }
+
+    /// Starts a process that is not a test, with its role in a variable, and waits until it is ready.
+    pub(super) fn run(function: &str, variable: &str, role: &str) -> Self {
         let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["stream::peers::process_of_a_test", "--exact", "--nocapture"]);
-        command.env(ROLE, format!("{role} {keep} {}", path.display())).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.args([function, "--exact", "--nocapture"]);
+        command.env(variable, role).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         let mut peer = Self { child, lines };
