@@ -480,6 +480,15 @@ impl Hub {
     }
 }
 
+impl Drop for Hub {
+    /// On the thread of the last publisher or loan: waits for the streams that write to the pool.
+    fn drop(&mut self) {
+        if let Some(turns) = self.turns.as_mut().filter(|_| self.creator.is_current()) {
+            turns.wait();
+        }
+    }
+}
+
 impl Source for Hub {
     fn ready(&self, key: u64, _: EpollFlags) {
         let state = &mut *self.lock();

@@ -10,7 +10,7 @@ use std::{
     ops::Range,
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Arc, Mutex, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -92,6 +92,16 @@ impl PublisherTurns {
     /// Whether the publisher's streams have written a publication.
     pub(super) fn is_written(&self, turn: u64) -> bool {
         has_come(&self.own, ready_word(turn), turn)
+    }
+
+    /// Waits until the streams that write to the pool are done: its memory goes.
+    pub(super) fn wait(&mut self) {
+        let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if streams.last > 0
+            && let Err(error) = self.device.wait_for_work()
+        {
+            tracing::error!(%error, "GPU work on a publisher's pool may not be finished");
+        }
     }
 
     /// How publications of a stream are ordered.
