@@ -11,12 +11,13 @@ use serde_json::{Value, json};
 use vmmfd::{
     broker::{Client, Get, Object, Prepared},
     channel::{Cancel, Channel},
-    driver::Access,
+    driver::{Access, Stream},
     error::{Error, RefusalCode, Result},
     internals::{Handle, Location, PoolHandle},
     memory::{Description, Device, Imported, Region},
     session::{
         Config,
+        order::Timeline,
         stream::{Received, SubscribeOptions, Subscriber},
     },
     wire::Message,
@@ -200,10 +201,11 @@ impl Taker {
                 // Longer than any description.
                 self.line.receive_bare(&mut [0; 8192])?;
             }
-            Request::Follow => {
+            Request::Follow { on_stream } => {
                 self.ready()?;
-                return Ok(json!(self.follow()?));
+                return Ok(json!(self.follow(on_stream)?));
             }
+            Request::Await { values } => return Ok(json!(self.follow_timeline(fd()?, values)?)),
             Request::Connect { socket } => self.client = Some(Client::connect(&socket, &self.config)?),
             Request::Get { name, array } => time = self.get(name, array.as_deref())?,
             Request::Switch { bare } => {
@@ -317,12 +319,34 @@ impl Taker {
         }
     }
 
+    fn stream(&self) -> Result<Stream> {
+        let device = self.device()?;
+        device.driver().create_stream(device.ordinal())
+    }
+
+    /// The stream waits before the value is recorded.
+    fn follow_timeline(&self, file: OwnedFd, values: u64) -> Result<Vec<u64>> {
+        let (timeline, stream) = (Timeline::open(file, Some(self.device()?))?, self.stream()?);
+        self.ready()?;
+        let one = |value| {
+            timeline.wait(&stream, value, self.config.timeout)?;
+            stream.synchronize()?;
+            Ok(now())
+        };
+        (1..=values).map(one).collect()
+    }
+
     /// Receives publications and gives them back, until one without a time.
-    fn follow(&self) -> Result<Vec<(u64, f64)>> {
+    fn follow(&self, on_stream: bool) -> Result<Vec<(u64, f64)>> {
         let subscriber = self.subscriber.as_ref().ok_or_else(not_prepared)?;
+        let stream = on_stream.then(|| self.stream()).transpose()?;
         let mut all = Vec::new();
         loop {
-            let received = subscriber.receive(self.config.timeout)?;
+            let received = match &stream {
+                Some(stream) => subscriber.receive_on(stream, self.config.timeout)?,
+                None => subscriber.receive(self.config.timeout)?,
+            };
+            stream.as_ref().map_or(Ok(()), Stream::synchronize)?;
             let at = now();
             let Received::Sample(sample) = received else { return Err(not_prepared()) };
             let Some(begun) = sample.user().first_chunk() else { return Ok(all) };

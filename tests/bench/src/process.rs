@@ -97,9 +97,11 @@ pub(crate) enum Request {
     Wake { size: u64 },
     /// Answer, then receive a record and close its descriptors.
     Receive,
-    /// Answer, then receive publications until one without a time. Answer the number of each, and the microseconds from its time to its
-    /// receipt.
-    Follow,
+    /// Answer, then receive publications until one without a time, on a stream if `on_stream` is set. Answer the number of each, and the
+    /// microseconds from its time to its receipt, or until the stream is done.
+    Follow { on_stream: bool },
+    /// Answer, then let a stream wait for each of the first values of the record's timeline. Answer the time at which each wait was over.
+    Await { values: u64 },
     /// Connect to the broker at this socket.
     Connect { socket: PathBuf },
     /// Get an object and map it, and an array of it if `array` is set.

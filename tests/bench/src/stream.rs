@@ -1,12 +1,17 @@
 //! The group `stream`: publications at a fixed rate to several subscribers, each a process, and the publisher's CPU time.
 
 use std::{
+    os::fd::AsFd,
     thread,
     time::{Duration, Instant},
 };
 
 use rustix::time::{ClockId, clock_gettime};
-use vmmfd::{error::Result, session::stream::Publisher};
+use vmmfd::{
+    driver::Stream,
+    error::Result,
+    session::{order::Timeline, stream::Publisher},
+};
 use vmmfd_cli::units::about;
 
 use crate::{
@@ -43,7 +48,14 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
         let mut pair = Pair::start(run, subscribers)?;
         for size in run.sizes(&pair.device, COPIES as u64 + u64::from(subscribers))? {
             pair.prepare(size, 1, &[Way::Again])?;
-            let measured = publications(run, &pair, subscribers, size)?;
+            let measured = publications(run, &pair, (subscribers, size), None)?;
+            if run.is_cuda() {
+                let stream = pair.device.driver().create_stream(pair.device.ordinal())?;
+                publications(run, &pair, (subscribers, size), Some(&stream))?;
+                if subscribers == 1 {
+                    timeline(run, &pair, &stream)?;
+                }
+            }
             pair.clear()?;
             match all.iter_mut().find(|(other, _)| *other == size) {
                 Some((_, of)) => of.push(measured),
@@ -63,13 +75,38 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Publishes to all subscribers of the pair.
-fn publications(run: &mut Run<'_>, pair: &Pair, subscribers: u16, size: u64) -> Result<Measured> {
+/// From the record on a stream until another process's stream goes on, which has waited before: the floor of the order on GPUs.
+fn timeline(run: &mut Run<'_>, pair: &Pair, stream: &Stream) -> Result<()> {
+    let timeline = Timeline::create(&pair.device)?;
+    let values = run.count().min(MOST) as u64;
+    pair.peer().call(&Request::Await { values }, &[timeline.as_fd()])?;
+    let mut begun = Vec::new();
+    for done in 0..values {
+        run.tick("recording on a timeline", done as usize, values as usize)?;
+        thread::sleep(TICK);
+        begun.push(now());
+        timeline.record(stream)?;
+    }
+    let ended: Vec<u64> = pair.peer().receive()?;
+    let took = ended.iter().zip(&begun).map(|(end, begin)| end.saturating_sub(*begin) as f64 / 1e3).collect();
+    run.add(About::size(0), vec![("timeline, record to the other stream".to_owned(), took)], None).map(drop)
+}
+
+/// Publishes to all subscribers of the pair, on a stream if there is one.
+fn publications(
+    run: &mut Run<'_>,
+    pair: &Pair,
+    (subscribers, size): (u16, u64),
+    stream: Option<&Stream>,
+) -> Result<Measured> {
     const NAMES: [&str; 2] = ["publisher's CPU, with a publication", "publisher's CPU, without"];
     let publisher = pair.publisher()?;
-    pair.peers().try_for_each(|peer| peer.call(&Request::Follow, &[]))?;
-    let mut rows = run.rounds(&format!("publishing {}", about(size)), &NAMES, MOST, |_| {
-        let publishes = tick(|| publish(publisher, &now().to_ne_bytes()))?;
+    let on = if stream.is_some() { ", on streams" } else { "" };
+    pair.peers().try_for_each(|peer| peer.call(&Request::Follow { on_stream: stream.is_some() }, &[]))?;
+    let names = NAMES.map(|name| format!("{name}{on}"));
+    let names = names.each_ref().map(String::as_str);
+    let mut rows = run.rounds(&format!("publishing {}{on}", about(size)), &names, MOST, |_| {
+        let publishes = tick(|| publish(publisher, &now().to_ne_bytes(), stream))?;
         Ok(vec![publishes, tick(|| Ok(()))?])
     })?;
     // A subscriber that still has a buffer would skip the next to last.
@@ -78,7 +115,7 @@ fn publications(run: &mut Run<'_>, pair: &Pair, subscribers: u16, size: u64) -> 
         run.cancel.check()?;
         thread::sleep(TICK);
     }
-    publish(publisher, &[])?;
+    publish(publisher, &[], None)?;
     let count = rows[0].1.len();
     let last = publisher.stats()?.published;
     let mut receipts: Vec<(u64, f64)> = Vec::new();
@@ -97,17 +134,21 @@ fn publications(run: &mut Run<'_>, pair: &Pair, subscribers: u16, size: u64) -> 
     let receipts = receipts.into_iter().map(|(_, took)| took).collect();
     rows.splice(
         0..0,
-        [("publication to receipt".to_owned(), receipts), ("publication to the last receipt".to_owned(), lasts)],
+        [(format!("publication to receipt{on}"), receipts), (format!("publication to the last receipt{on}"), lasts)],
     );
     let of = About { consumers: subscribers, ..About::size(size) };
     let medians = run.add(of, rows, None)?;
     let numbers = [("publisher's CPU for a publication", cpu, "us"), ("skipped", skipped * 100.0, "%")];
-    run.derive(of, numbers.map(|(name, number, unit)| (name.to_owned(), number, unit)).into())?;
+    run.derive(of, numbers.map(|(name, number, unit)| (format!("{name}{on}"), number, unit)).into())?;
     Ok((subscribers, cpu, medians[1]))
 }
 
-fn publish(publisher: &Publisher, user: &[u8]) -> Result<()> {
-    publisher.try_loan()?.ok_or_else(not_prepared)?.publish(user).map(drop)
+fn publish(publisher: &Publisher, user: &[u8], stream: Option<&Stream>) -> Result<()> {
+    let loan = publisher.try_loan()?.ok_or_else(not_prepared)?;
+    match stream {
+        Some(stream) => loan.publish_on(stream, user).map(drop),
+        None => loan.publish(user).map(drop),
+    }
 }
 
 /// The CPU time of this process's threads in microseconds, in a tick that begins with `work`.
