@@ -99,6 +99,8 @@ pub enum Attribute {
     HostNumaId,
     /// 1 if the driver can allocate host memory on a NUMA node.
     HostNumaVirtualMemoryManagement,
+    /// 1 if contexts on the device are shared with other processes by MPS.
+    Mps,
     /// 1 if streams can wait for 64-bit words.
     StreamMemoryOperations,
 }

@@ -28,10 +28,10 @@ const FAULTING: &str = "read-only-store";
 /// The other probes of a machine and of a device, in order.
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 #[rustfmt::skip]
-const DEVICE: [&str; 21] = [
+const DEVICE: [&str; 22] = [
     "attributes", "granularity", "memory", "export", "import", "round-trip", "aliases", "read-only-copy", "wrong-descriptor",
     "exporter-killed", "memory-returned", "held-descriptor", "persistence", "checkpoint", "export-cost", "host-numa", "dma-buf", "fabric",
-    "pool", "legacy", "event",
+    "pool", "legacy", "event", "order",
 ];
 
 const FAIL: &str = "FAKECUDA_FAIL";

@@ -177,6 +177,7 @@ pub(super) mod attribute {
     pub(in super::super) const POOL_HANDLE_TYPES: c_uint = 119;
     pub(in super::super) const STREAM_MEMORY_OPERATIONS: c_uint = 122;
     pub(in super::super) const FABRIC_HANDLE: c_uint = 128;
+    pub(in super::super) const MPS: c_uint = 133;
     pub(in super::super) const HOST_NUMA_ID: c_uint = 134;
     pub(in super::super) const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT: c_uint = 141;
 }

@@ -77,6 +77,7 @@ unsafe impl Verbs for CudaDriver {
             Attribute::MemoryPools => attribute::MEMORY_POOLS,
             Attribute::PoolHandleTypes => attribute::POOL_HANDLE_TYPES,
             Attribute::HostNumaId => attribute::HOST_NUMA_ID,
+            Attribute::Mps => attribute::MPS,
             Attribute::StreamMemoryOperations => attribute::STREAM_MEMORY_OPERATIONS,
             Attribute::HostNumaVirtualMemoryManagement => attribute::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT,
         };

@@ -63,7 +63,8 @@ unsafe impl Verbs for HostDriver {
             Attribute::VirtualMemoryManagement | Attribute::PosixFileDescriptor => 1,
             Attribute::HostNumaVirtualMemoryManagement => 1,
             Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode | Attribute::HostNumaId => 0,
-            Attribute::MemoryPools | Attribute::PoolHandleTypes | Attribute::StreamMemoryOperations => 0,
+            Attribute::MemoryPools | Attribute::PoolHandleTypes => 0,
+            Attribute::StreamMemoryOperations | Attribute::Mps => 0,
         })
     }
 

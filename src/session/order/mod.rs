@@ -30,7 +30,7 @@ pub(crate) use self::waits::{Waits, poll};
 pub use crate::driver::Stream;
 use crate::{
     driver::{Attribute, Operation, Registered},
-    error::{Error, Result},
+    error::{DeviceError, Error, Result},
     memory::Device,
     sys::Words,
 };
@@ -68,30 +68,15 @@ pub enum Completion {
     Lost,
 }
 
-/// The result of a self-test.
-#[derive(Debug)]
-pub(crate) enum Tested {
-    Usable(Registered),
-    Unusable { reason: String },
-}
-
 /// Lets the streams of a device use words, and checks that a store of this CPU ends a wait.
 ///
 /// # Errors
-/// None: any failure is a reason for the order by CPUs.
-pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Tested {
-    let tested = match device.attribute(Attribute::StreamMemoryOperations) {
-        Ok(0) => Err(format!("{device} has no stream memory operations (attribute 122)")),
-        Ok(_) => try_words(device, words).unwrap_or_else(|error| Err(error.in_full())),
-        Err(error) => Err(error.in_full()),
-    };
-    match tested {
-        Ok(registered) => Tested::Usable(registered),
-        Err(reason) => Tested::Unusable { reason },
+/// [`DeviceError::Unordered`]; [`Error::Driver`].
+pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Registered> {
+    let unordered = |reason| Err(Error::Device(DeviceError::Unordered { reason }));
+    if device.attribute(Attribute::StreamMemoryOperations)? == 0 {
+        return unordered(format!("{device} has no stream memory operations (attribute 122)"));
     }
-}
-
-fn try_words(device: &Device, words: &Arc<Words>) -> Result<std::result::Result<Registered, String>> {
     let registered = device.driver().register(device.ordinal(), Arc::clone(words))?;
     let stream = device.driver().create_stream(device.ordinal())?;
     let [test, tested] = [TEST, TESTED].map(|index| &words.get()[index]);
@@ -109,11 +94,11 @@ fn try_words(device: &Device, words: &Arc<Words>) -> Result<std::result::Result<
         // It may wait for ever, and the driver with it.
         registered.leak();
         std::mem::forget(stream);
-        return Ok(Err(format!("a stream of {device} did not see a store of the CPU within {TEST_LIMIT:?}")));
+        return unordered(format!("a stream of {device} did not see a store of the CPU within {TEST_LIMIT:?}"));
     }
     // The driver's calls at the end would wait for it.
     stream.synchronize()?;
-    Ok(if is_early { Err(format!("a stream of {device} did not wait")) } else { Ok(registered) })
+    if is_early { unordered(format!("a stream of {device} did not wait")) } else { Ok(registered) }
 }
 
 /// Enqueues operations.

@@ -6,11 +6,11 @@ use std::{
     time::Duration,
 };
 
-use super::{Completion, PAGE, Stream, Tested, Waits, check_stream, enqueue, test};
+use super::{Completion, PAGE, Stream, Waits, check_stream, enqueue, test};
 use crate::{
     channel::Cancel,
     driver::Registered,
-    error::{DeviceError, Error, Loss, Result},
+    error::{Error, Loss, Result},
     memory::Device,
     sys::{Words, lock},
 };
@@ -72,7 +72,8 @@ impl Timeline {
     /// Creates a timeline whose value is 0, for streams of a device.
     ///
     /// # Errors
-    /// [`DeviceError::Unordered`] if the device's streams can't wait for host memory, as on the host backend; [`Error::System`].
+    /// [`DeviceError::Unordered`](crate::error::DeviceError::Unordered) if the device's streams can't wait for host memory, as on the host
+    /// backend; [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemHostRegister`, `cuStreamCreate`, `cuStreamBatchMemOp`.
     #[doc(alias("cuMemHostRegister", "cuStreamBatchMemOp"))]
@@ -99,11 +100,8 @@ impl Timeline {
     ) -> Result<Self> {
         let words = Arc::new(words);
         let waits = Waits::new(Arc::clone(&words), VALUE..VALUE + 1)?;
-        let registered = device.map(|device| match test(device, &words) {
-            Tested::Usable(registered) => Ok(registered),
-            Tested::Unusable { reason } => Err(Error::Device(DeviceError::Unordered { reason })),
-        });
-        Ok(Self { registered: registered.transpose()?, words, waits, file, device: device.cloned(), recorded })
+        let registered = device.map(|device| test(device, &words)).transpose()?;
+        Ok(Self { registered, words, waits, file, device: device.cloned(), recorded })
     }
 
     fn registered(&self, stream: &Stream) -> Result<&Registered> {

@@ -22,7 +22,7 @@ use crate::{
     driver::{Attribute, Operation, Registered, has_reached},
     error::{Error, ProtocolError, Result},
     memory::Device,
-    session::order::{Completion, Order, Stream, Tested, Waits, enqueue, test},
+    session::order::{Completion, Order, Stream, Waits, enqueue, test},
     sys::{Words, lock},
     wire::{DONE_WORDS, READY_WORDS, TURNS, TURNS_SIZE},
 };
@@ -118,10 +118,10 @@ impl PublisherTurns {
         let streams = &mut *lock(&self.streams);
         if streams.own.is_none() && streams.unusable.is_none() {
             match test(&self.device, &self.own) {
-                Tested::Usable(own) => streams.own = Some(own),
-                Tested::Unusable { reason } => {
-                    tracing::warn!(reason, "publications are ordered by the CPU");
-                    streams.unusable = Some(reason);
+                Ok(own) => streams.own = Some(own),
+                Err(error) => {
+                    tracing::warn!(error = error.in_full(), "publications are ordered by the CPU");
+                    streams.unusable = Some(error.in_full());
                 }
             }
         }
@@ -216,7 +216,8 @@ pub(super) struct Turns {
     words: Arc<Words>,
     waits: Arc<Waits>,
     device: Device,
-    streams: OnceLock<Tested>,
+    /// Registered at first use, or the reason why streams can't use them.
+    streams: OnceLock<std::result::Result<Registered, String>>,
     pairing: Mutex<()>,
     last: AtomicU64,
 }
@@ -240,20 +241,20 @@ impl Turns {
     }
 
     /// Registers the words at the first call, and tests them.
-    fn tested(&self) -> &Tested {
+    fn tested(&self) -> &std::result::Result<Registered, String> {
         let _one = lock(&self.pairing);
-        self.streams.get_or_init(|| test(&self.device, &self.words))
+        self.streams.get_or_init(|| test(&self.device, &self.words).map_err(|error| error.in_full()))
     }
 
     /// Whether streams use the words.
     pub(super) fn is_used(&self) -> bool {
-        matches!(self.streams.get(), Some(Tested::Usable(_)))
+        matches!(self.streams.get(), Some(Ok(_)))
     }
 
     pub(super) fn order(&self) -> Order {
         match self.tested() {
-            Tested::Usable(_) => Order::Gpu,
-            Tested::Unusable { reason } => Order::Cpu { reason: reason.clone() },
+            Ok(_) => Order::Gpu,
+            Err(reason) => Order::Cpu { reason: reason.clone() },
         }
     }
 
@@ -285,7 +286,7 @@ impl Turns {
     /// # Errors
     /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost); [`Error::Driver`].
     pub(super) fn wait_on(&self, stream: &Stream, turn: u64, limit: Duration) -> Result<bool> {
-        let Tested::Usable(registered) = self.tested() else { return Ok(false) };
+        let Ok(registered) = self.tested() else { return Ok(false) };
         let index = ready_word(turn);
         if self.waits.expect(index, turn, limit)? {
             stream.enqueue(&[registered.wait(index, turn)])?;
@@ -303,7 +304,7 @@ impl Turns {
         // A publisher lets a subscriber have fewer buffers than there are words.
         let is_free = turn.checked_sub(TURNS as u64).is_none_or(|earlier| has_come(&self.words, index, earlier));
         match self.tested() {
-            Tested::Usable(registered) if is_free => {
+            Ok(registered) if is_free => {
                 let operation: Operation = registered.write(index, turn);
                 enqueue(stream, &[operation])?;
                 Ok(Some(turn))

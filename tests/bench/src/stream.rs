@@ -33,7 +33,7 @@ const MOST: usize = 3000;
 type Measured = (u16, f64, f64);
 
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let mut all: Vec<(u64, Vec<Measured>)> = Vec::new();
+    let mut all: Vec<(u64, bool, Vec<Measured>)> = Vec::new();
     for subscribers in run.consumers() {
         let needed = (u64::from(subscribers) + 1) * CONTEXT;
         let free = run.usable(&run.device()?)?;
@@ -48,27 +48,30 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
         let mut pair = Pair::start(run, subscribers)?;
         for size in run.sizes(&pair.device, COPIES as u64 + u64::from(subscribers))? {
             pair.prepare(size, 1, &[Way::Again])?;
-            let measured = publications(run, &pair, (subscribers, size), None)?;
-            if run.is_cuda() {
-                let stream = pair.device.driver().create_stream(pair.device.ordinal())?;
-                publications(run, &pair, (subscribers, size), Some(&stream))?;
-                if subscribers == 1 {
-                    timeline(run, &pair, &stream)?;
+            let stream = run.is_cuda().then(|| pair.device.driver().create_stream(pair.device.ordinal()));
+            let stream = stream.transpose()?;
+            for stream in [None, stream.as_ref()].into_iter().take(1 + usize::from(run.is_cuda())) {
+                let measured = publications(run, &pair, (subscribers, size), stream)?;
+                let on = stream.is_some();
+                match all.iter_mut().find(|(other, is_on, _)| (*other, *is_on) == (size, on)) {
+                    Some((.., of)) => of.push(measured),
+                    None => all.push((size, on, vec![measured])),
                 }
             }
-            pair.clear()?;
-            match all.iter_mut().find(|(other, _)| *other == size) {
-                Some((_, of)) => of.push(measured),
-                None => all.push((size, vec![measured])),
+            if let Some(stream) = stream.filter(|_| subscribers == 1) {
+                timeline(run, &pair, &stream)?;
             }
+            pair.clear()?;
         }
     }
-    for (size, of) in all {
+    for (size, on, of) in all {
         let (Some(few), Some(many)) = (of.first(), of.last()) else { continue };
         if few.0 < many.0 {
             let more = f64::from(many.0 - few.0);
             let numbers = [("publisher's CPU", (many.1 - few.1) / more), ("last receipt", (many.2 - few.2) / more)];
-            let named = |(what, number)| (format!("{}: each further subscriber, {what}", about(size)), number, "us");
+            let on = if on { ", on streams" } else { "" };
+            let named =
+                |(what, number)| (format!("{}: each further subscriber, {what}{on}", about(size)), number, "us");
             run.derive(About { consumers: many.0, ..About::size(size) }, numbers.map(named).into())?;
         }
     }

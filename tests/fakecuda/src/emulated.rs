@@ -38,8 +38,20 @@ use crate::{
 };
 
 /// The attributes that vmmfd requests, with the values of an H200, which claims fabric handles and refuses them.
-const ATTRIBUTES: [(c_uint, c_int); 11] =
-    [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (122, 1), (128, 1), (134, 0), (141, 1)];
+const ATTRIBUTES: [(c_uint, c_int); 12] = [
+    (16, 132),
+    (20, 0),
+    (102, 1),
+    (103, 1),
+    (110, 1),
+    (115, 1),
+    (119, 1),
+    (122, 1),
+    (128, 1),
+    (133, 0),
+    (134, 0),
+    (141, 1),
+];
 
 /// The attribute for memory that RDMA can access.
 const RDMA_WITH_VMM: c_uint = 110;
@@ -562,9 +574,19 @@ impl Emulated {
         self.arriving.clear();
     }
 
-    /// A kernel that lacks access destroys its context.
+    /// Work of a stream that lacks access destroys its context.
     pub(crate) fn fill(&mut self, device: c_int, to: u64, value: u8, count: usize) {
-        if self.copy_in(device, to, &vec![value; count]).is_err() {
+        let filled = self.copy_in(device, to, &vec![value; count]);
+        self.done_on_stream(device, to, filled);
+    }
+
+    pub(crate) fn copy_on_stream(&mut self, device: c_int, to: u64, from: u64, size: u64) {
+        let copied = self.copy_within(device, to, from, size);
+        self.done_on_stream(device, to, copied);
+    }
+
+    fn done_on_stream(&mut self, device: c_int, to: u64, result: Answer) {
+        if result.is_err() {
             self.ruined.insert(device);
         }
         self.arriving.retain(|range| range.start != to);

@@ -667,6 +667,14 @@ mod exports {
             })
         }
 
+        fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: *mut c_void) {
+            initialised(|driver| {
+                driver.current()?;
+                let device = driver.stream_device(stream)?;
+                driver.run_on(stream, move |driver| driver.copy_on_stream(device, to, from, size as u64))
+            })
+        }
+
         fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
             let call = |driver: &mut Emulated| {
                 let image = NonNull::new(image.cast_mut()).ok_or(INVALID_VALUE)?;

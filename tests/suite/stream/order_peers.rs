@@ -1,6 +1,6 @@
 //! Processes that are killed or stopped while streams of other processes wait for them.
 //!
-//! `VMMFD_TEST_KILLS=200` sets the number of processes in each test.
+//! `VMMFD_TEST_KILLS=200` sets the number of processes in each test, `VMMFD_TEST_PUBLICATIONS=10000` the number of publications.
 
 use std::{
     env,
@@ -10,7 +10,8 @@ use std::{
 use nix::sys::signal::Signal;
 use rand::{RngExt, SeedableRng, rngs::SmallRng};
 use vmmfd::{
-    driver::Stream,
+    driver::{Access, Stream},
+    memory::{Allocation, Mapping},
     session::order::{Completion, Timeline},
 };
 
@@ -24,6 +25,7 @@ cases! {
     stopped_publishers_release_their_readers,
     killed_subscribers_delay_nobody,
     stopped_subscribers_delay_nobody,
+    buffers_are_whole_for_every_reader,
     ]
 }
 
@@ -75,6 +77,10 @@ fn process_of_a_test() {
     }
     let subscriber = subscribe(&subject, path, &SubscribeOptions::default().held(2)).unwrap();
     println!("\nready");
+    if role == "checker" {
+        check_all(&subject, &gpu, &subscriber);
+        return println!("checked");
+    }
     while let Ok(Received::Sample(sample)) = subscriber.receive_on(&stream, LIMIT) {
         pause();
         drop(sample);
@@ -223,4 +229,62 @@ fn lose_subscribers(subject: &Subject, signal: Signal) {
     let free = 2 * AT_ONCE as u64 + 6;
     eventually("free buffers", || publisher.stats().unwrap().free == free);
     writer.synchronize().unwrap();
+}
+
+/// Scratch memory for work of random length.
+fn scratch(subject: &Subject) -> Mapping {
+    let size = SIZE.next_multiple_of(subject.unit());
+    Mapping::new(&Allocation::create(&subject.device(), size).unwrap(), Access::ReadWrite).unwrap()
+}
+
+/// Copies each buffer on a stream, gives the buffer back at once, and checks the copy later.
+fn check_all(subject: &Subject, gpu: &Gpu, subscriber: &Subscriber) {
+    let mut random = SmallRng::seed_from_u64(std::process::id().into());
+    let [copies, busy] = [(); 2].map(|()| scratch(subject));
+    let stream = subject.driver.create_stream(0).unwrap();
+    while let Received::Sample(sample) = subscriber.receive_on(&stream, LIMIT).unwrap() {
+        for _ in 0..random.random_range(0..4) {
+            gpu.fill(&stream, busy.address(), 1, SIZE as usize);
+        }
+        gpu.copy(&stream, copies.address(), sample.address(), SIZE as usize);
+        let byte = sample.user()[0];
+        let number = sample.number();
+        drop(sample);
+        if random.random_range(0..2) == 0 {
+            thread::yield_now();
+        }
+        stream.synchronize().unwrap();
+        let mut bytes = vec![0; SIZE as usize];
+        copies.copy_out(0, &mut bytes).unwrap();
+        assert!(bytes == vec![byte; SIZE as usize], "publication {number} is torn");
+    }
+}
+
+fn buffers_are_whole_for_every_reader(subject: Subject) {
+    let publications: u64 = env::var("VMMFD_TEST_PUBLICATIONS").map_or(300, |number| number.parse().unwrap());
+    let (gpu, mut random) = (Gpu::of(&subject), SmallRng::seed_from_u64(1));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let options = PublishOptions::fixed(SIZE, 3 * 2 + 2);
+    let publisher = Publisher::create(&subject.device(), &options, &Config::default().timeout(LIMIT)).unwrap();
+    publisher.listen(&path).unwrap();
+    let mut peers = [(); 3].map(|()| start(&subject, "checker", &path));
+    let busy = scratch(&subject);
+    let streams = [(); 2].map(|()| subject.driver.create_stream(0).unwrap());
+    for number in 1..=publications {
+        let stream = &streams[random.random_range(0..2)];
+        let loan = publisher.loan(LIMIT).unwrap();
+        for _ in 0..random.random_range(0..4) {
+            gpu.fill(stream, busy.address(), 1, SIZE as usize);
+        }
+        gpu.fill(stream, loan.address(), number as u8, SIZE as usize);
+        loan.publish_on(stream, &[number as u8]).unwrap();
+    }
+    // A subscriber that has finished is not in the last figures.
+    let stats = publisher.stats().unwrap();
+    publisher.finish(LIMIT).unwrap();
+    peers.iter_mut().for_each(|peer| peer.expect("checked"));
+    let received: Vec<_> = stats.subscribers.iter().map(|usage| usage.delivered).collect();
+    eprintln!("{publications} publications, of which the readers checked {received:?}");
+    assert!(received.len() == 3 && received.iter().all(|count| *count > 0));
 }

@@ -56,6 +56,15 @@ impl Gpu {
         assert_eq!(code, 0);
     }
 
+    /// Enqueues a copy within the device.
+    pub(crate) fn copy(&self, stream: &Stream, to: u64, from: u64, size: usize) {
+        type Function = unsafe extern "C" fn(u64, u64, usize, *mut c_void) -> c_uint;
+        // SAFETY: as above.
+        let code = self
+            .with(|| unsafe { self.library.function::<Function>("cuMemcpyDtoDAsync_v2")(to, from, size, raw(stream)) });
+        assert_eq!(code, 0);
+    }
+
     /// Captures the stream while `work` runs.
     pub(crate) fn capture<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
         const RELAXED: c_uint = 2;

@@ -252,6 +252,10 @@ pub static PROBES: &[Probe] = {
             "Legacy handles do not work.", Some(&["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"])),
         probe("event", OnDevice(event), &[Feature], "one process waits for another's event on the device",
             "Events can't be shared between processes.", Some(&["cuIpcGetEventHandle", "cuIpcOpenEventHandle"])),
+        probe("order", OnDevice(one_process::order), &[Feature],
+            "a stream waits for a word in host memory, which another process may store; and whether MPS runs",
+            "Streams can't wait for another process's streams.",
+            Some(&["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuStreamBatchMemOp_v2"])),
         probe("peer", Pair(two_devices::peer), &[Feature], "one device reads, writes and copies memory of another",
             "One device can't use the other's memory.", Some(&["cuDeviceCanAccessPeer", "cuMemSetAccess"])),
     ]

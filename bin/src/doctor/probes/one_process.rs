@@ -16,6 +16,7 @@ use vmmfd::{
     error::{Error, Result},
     internals::{Granularity, Handle, Location, MadeFor, Properties, Verbs, nvml},
     memory::{Allocation, Mapping, Region},
+    session::order::Timeline,
 };
 
 use crate::{
@@ -33,7 +34,7 @@ use crate::{
 pub(super) const SIZE: u64 = 2 << 20;
 
 /// Attributes relevant to sharing, with their names in a report.
-const ATTRIBUTES: [(&str, Attribute); 10] = [
+const ATTRIBUTES: [(&str, Attribute); 11] = [
     ("virtual_memory_management", Attribute::VirtualMemoryManagement),
     ("posix_file_descriptor", Attribute::PosixFileDescriptor),
     ("fabric_handle", Attribute::FabricHandle),
@@ -44,6 +45,7 @@ const ATTRIBUTES: [(&str, Attribute); 10] = [
     ("host_numa_id", Attribute::HostNumaId),
     ("host_numa_virtual_memory_management", Attribute::HostNumaVirtualMemoryManagement),
     ("stream_memory_operations", Attribute::StreamMemoryOperations),
+    ("mps", Attribute::Mps),
 ];
 
 pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {
@@ -60,6 +62,19 @@ pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {
         Some(error) if finding.figures.is_empty() => Err(error.into()),
         _ => Ok(finding),
     }
+}
+
+/// Without MPS, each wait for another process's stream on the same device costs a switch between their contexts.
+pub(super) fn order(context: &mut ProbeContext) -> ProbeResult {
+    let (_, test_us) = timed(|| Timeline::create(&context.device))?;
+    let has_mps = context.device.attribute(Attribute::Mps).unwrap_or(0) != 0;
+    let meaning = match has_mps {
+        true => "Streams of several processes order their work on the GPU, which they share by MPS.",
+        false => {
+            "Streams of several processes order their work on the GPU, which switches between them: MPS does not run."
+        }
+    };
+    Ok(ok(meaning).figure("test_us", test_us).figure("mps", has_mps))
 }
 
 pub(super) fn granularity(context: &mut ProbeContext) -> ProbeResult {
