@@ -4,7 +4,10 @@
 
 use std::{fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
 
-use crate::{error::Result, sys::Words};
+use crate::{
+    error::{Error, Result},
+    sys::Words,
+};
 
 /// Streams and registered host memory. A stream is the number of a `CUstream`; `ordinal` is the device whose primary context is current
 /// during the call.
@@ -58,11 +61,12 @@ pub trait Streams: fmt::Debug + Send + Sync {
     unsafe fn unregister(&self, ordinal: i32, start: NonNull<u8>) -> Result<()>;
 
     /// Enqueues operations, in this order. A store follows all earlier work of the stream, which is then visible to all processors.
-    /// Blocks only if the stream's queue is full. `cuStreamBatchMemOp_v2`.
+    /// Blocks only if the stream's queue is full. Returns false, and enqueues nothing, if the stream is being captured.
+    /// `cuStreamIsCapturing`, `cuStreamBatchMemOp_v2`.
     ///
     /// # Safety
     /// See [`Streams::device`]. The addresses are of registered memory, which stays registered until the operations are done.
-    unsafe fn enqueue(&self, ordinal: i32, stream: u64, operations: &[Operation]) -> Result<()>;
+    unsafe fn enqueue(&self, ordinal: i32, stream: u64, operations: &[Operation]) -> Result<bool>;
 }
 
 /// An operation of a stream on a word, by its address for devices.
@@ -148,15 +152,30 @@ impl Stream {
         unsafe { self.0.streams.is_idle(self.0.ordinal, self.0.number) }
     }
 
-    pub(crate) fn is_capturing(&self) -> Result<bool> {
+    /// # Errors
+    /// [`Error::Misuse`] if the stream is being captured; [`Error::Driver`].
+    pub(crate) fn check(&self) -> Result<()> {
         // SAFETY: as above.
-        unsafe { self.0.streams.is_capturing(self.0.ordinal, self.0.number) }
+        let is_capturing = unsafe { self.0.streams.is_capturing(self.0.ordinal, self.0.number) }?;
+        if is_capturing { Err(self.captured()) } else { Ok(()) }
     }
 
     /// Enqueues operations on words: see [`Streams::enqueue`].
+    ///
+    /// # Errors
+    /// As for [`Stream::check`].
     pub(crate) fn enqueue(&self, operations: &[Operation]) -> Result<()> {
         // SAFETY: as above. Only `Registered` returns operations, and it ends its registration when no stream uses it any more.
-        unsafe { self.0.streams.enqueue(self.0.ordinal, self.0.number, operations) }
+        let is_enqueued = unsafe { self.0.streams.enqueue(self.0.ordinal, self.0.number, operations) }?;
+        if is_enqueued { Ok(()) } else { Err(self.captured()) }
+    }
+
+    fn captured(&self) -> Error {
+        let problem = format!(
+            "{self:?} is being captured into a graph: a replay would not wait for another process. Order the work before \
+             or after the capture"
+        );
+        Error::Misuse { problem }
     }
 }
 

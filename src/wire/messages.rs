@@ -189,10 +189,10 @@ objects! {
         pub size: Option<u64>,
         /// How long the publisher waits for a subscriber with [`Policy::Every`], in milliseconds.
         pub deadline_ms: Option<u64>,
+        /// The number of words in each direction by which the two sides order GPU work: [`super::TURNS`]. The record carries the
+        /// descriptor of the words. `None`: GPU work is not ordered.
+        pub turns: Option<u64>,
     }
-
-    /// The words by which the two sides order GPU work. The record carries their descriptor.
-    pub struct Turns {}
 
     /// Describes the buffers that follow. The record carries the descriptor of the blob, if there is one.
     pub struct Format {
@@ -224,7 +224,7 @@ objects! {
         /// The publisher's own bytes, in hexadecimal.
         #[cfg_attr(feature = "schema", schemars(length(max = 8192)))]
         pub user: Option<String>,
-        /// The turn after which a stream of the publisher has written the buffer. `None`: it is written. Only after `turns`.
+        /// The turn after which a stream of the publisher has written the buffer. `None`: it is written. Only if the stream has `turns`.
         #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
         pub ready_at: Option<u64>,
     }
@@ -234,7 +234,7 @@ objects! {
     pub struct Done {
         /// The number of the publication.
         pub number: u64,
-        /// The turn after which no stream of the subscriber reads the buffer. `None`: none reads it. Only after `turns`.
+        /// The turn after which no stream of the subscriber reads the buffer. `None`: none reads it. Only if the stream has `turns`.
         #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
         pub done_at: Option<u64>,
     }

@@ -16,7 +16,7 @@ pub(crate) use self::frame::{claimed_fds, is_error};
 pub(crate) use self::messages::milliseconds;
 pub use self::messages::{
     Busy, ByteRange, Check, Done, End, Failure, Format, Hello, Leave, Memory, NamedArray, Offer, Policy, PoolNumber,
-    Ready, Received, Request, Segments, Stream, Subscribe, Turns, Verdict,
+    Ready, Received, Request, Segments, Stream, Subscribe, Verdict,
 };
 pub use crate::base::strict::is_unsafe_on_terminals;
 pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
@@ -68,7 +68,7 @@ pub const MAX_USER_BYTES: usize = 4096;
 /// The longest reported reason for an invalid body, in bytes. The parser's reason quotes the peer.
 const MAX_REASON: usize = 256;
 
-/// The size of the words of `turns`, in bytes.
+/// The size of the words of a stream with turns, in bytes.
 pub const TURNS_SIZE: usize = 8192;
 
 /// The turns of one direction use this many words in turn.
@@ -99,6 +99,7 @@ messages! {
     #[doc = "The pool's descriptor."]
     9 "pool" Pool(PoolNumber),
     10 "subscribe" Subscribe(Subscribe),
+    #[doc = "The descriptor of the words, if there are any."]
     11 "stream" Stream(Stream),
     #[doc = "The descriptor of the blob, if there is one."]
     12 "format" Format(Format),
@@ -106,8 +107,6 @@ messages! {
     14 "done" Done(Done),
     15 "end" End(End),
     16 "leave" Leave(Leave),
-    #[doc = "The descriptor of the words."]
-    17 "turns" Turns(Turns),
 }
 
 no_texts!(Access, ArrayDescriptor, Check, ErrorCode, Mechanism, Placement, Pointer, Policy);
@@ -117,7 +116,9 @@ impl Message {
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
-            Self::Format(Format { length: Some(_), .. }) | Self::Pool(_) | Self::Turns(_) => 1,
+            Self::Stream(Stream { turns: Some(_), .. })
+            | Self::Format(Format { length: Some(_), .. })
+            | Self::Pool(_) => 1,
             _ => 0,
         }
     }
@@ -196,6 +197,9 @@ impl Message {
                 let message =
                     format!("{} digits of user bytes: at most {} are allowed", user.len(), 2 * MAX_USER_BYTES);
                 Err(ProtocolError::Content(message))
+            }
+            Self::Stream(Stream { turns: Some(turns), .. }) if *turns != TURNS as u64 => {
+                Err(ProtocolError::Content(format!("{turns} turns in a stream: there are {TURNS} or none")))
             }
             Self::Ready(Ready { ready_at: Some(0), .. }) | Self::Done(Done { done_at: Some(0), .. }) => {
                 Err(ProtocolError::Content("a turn of 0: turns count from 1".to_owned()))

@@ -54,7 +54,13 @@ fn handoffs_are_measured(meeting: Meeting) {
         ("stages", &["create", "export, anchor", "map", "unmap", "import", "set access", "release"]),
         (
             "stream",
-            &["publication to receipt", "publication to the last receipt", "publisher's CPU, without", "skipped"],
+            &[
+                "publication to receipt",
+                "publication to the last receipt, on streams",
+                "publisher's CPU, without",
+                "skipped",
+                "timeline, record to the other stream",
+            ],
         ),
         ("copies", &["in, memcpy", "in", "out, memcpy", "out"]),
     ] {
@@ -62,7 +68,7 @@ fn handoffs_are_measured(meeting: Meeting) {
         let at_once = report["rows"].as_array().unwrap().iter().filter(|row| row["consumers"] == 2);
         let expected = match group {
             "handoff" | "repeat" => 2,
-            "stream" => 8,
+            "stream" => 18,
             _ => 0,
         };
         assert_eq!(at_once.count(), expected, "{report}");

@@ -27,6 +27,20 @@ fn raw(stream: u64) -> *mut c_void {
     ptr::without_provenance_mut(stream as usize)
 }
 
+impl Core {
+    /// The context is current, and the stream exists.
+    fn captures(&self, stream: u64) -> Result<bool> {
+        let mut status: c_uint = 0;
+        // SAFETY: the pointer is valid for one write.
+        match unsafe { self.functions.stream_is_capturing(raw(stream), &mut status) } {
+            Ok(()) => Ok(status != 0),
+            // The default stream, while another stream that is ordered with it is captured.
+            Err(Error::Driver { code: code::STREAM_CAPTURE_IMPLICIT, .. }) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+}
+
 impl Streams for Core {
     fn create(&self, ordinal: i32) -> Result<u64> {
         self.in_context(ordinal, || {
@@ -65,16 +79,7 @@ impl Streams for Core {
     }
 
     unsafe fn is_capturing(&self, ordinal: i32, stream: u64) -> Result<bool> {
-        self.in_context(ordinal, || {
-            let mut status: c_uint = 0;
-            // SAFETY: the pointer is valid for one write.
-            match unsafe { self.functions.stream_is_capturing(raw(stream), &mut status) } {
-                Ok(()) => Ok(status != 0),
-                // The default stream, while another stream that is ordered with it is captured.
-                Err(Error::Driver { code: code::STREAM_CAPTURE_IMPLICIT, .. }) => Ok(true),
-                Err(error) => Err(error),
-            }
-        })
+        self.in_context(ordinal, || self.captures(stream))
     }
 
     unsafe fn is_idle(&self, ordinal: i32, stream: u64) -> Result<bool> {
@@ -117,14 +122,18 @@ impl Streams for Core {
         self.in_context(ordinal, || self.with_relaxed_capture(unregister))
     }
 
-    unsafe fn enqueue(&self, ordinal: i32, stream: u64, operations: &[Operation]) -> Result<()> {
+    unsafe fn enqueue(&self, ordinal: i32, stream: u64, operations: &[Operation]) -> Result<bool> {
         self.in_context(ordinal, || {
-            operations.chunks(MAX_OPERATIONS).try_for_each(|operations| {
+            if self.captures(stream)? {
+                return Ok(false);
+            }
+            let enqueued = operations.chunks(MAX_OPERATIONS).try_for_each(|operations| {
                 let mut raw_operations: Vec<_> = operations.iter().map(MemoryOperation::from).collect();
                 let count = raw_operations.len() as c_uint;
                 // SAFETY: the pointer is valid for `count` operations. The rest is upheld by the caller.
                 unsafe { self.functions.stream_batch_mem_op(raw(stream), count, raw_operations.as_mut_ptr(), 0) }
-            })
+            });
+            enqueued.map(|()| true)
         })
     }
 }

@@ -29,7 +29,7 @@ pub(crate) use self::waits::{Waits, poll};
 #[doc(inline)]
 pub use crate::driver::Stream;
 use crate::{
-    driver::{Attribute, Operation, Registered},
+    driver::{Attribute, Registered},
     error::{DeviceError, Error, Result},
     memory::Device,
     sys::Words,
@@ -99,28 +99,6 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Registered> {
     // The driver's calls at the end would wait for it.
     stream.synchronize()?;
     if is_early { unordered(format!("a stream of {device} did not wait")) } else { Ok(registered) }
-}
-
-/// Enqueues operations.
-///
-/// # Errors
-/// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
-pub(crate) fn enqueue(stream: &Stream, operations: &[Operation]) -> Result<()> {
-    check_stream(stream)?;
-    stream.enqueue(operations)
-}
-
-/// # Errors
-/// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
-pub(crate) fn check_stream(stream: &Stream) -> Result<()> {
-    if stream.is_capturing()? {
-        let problem = format!(
-            "{stream:?} is being captured into a graph: a replay would not wait for another process. Order the work \
-             before or after the capture"
-        );
-        return Err(Error::Misuse { problem });
-    }
-    Ok(())
 }
 
 /// The memory of a timeline.

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use super::{Completion, PAGE, Stream, Waits, check_stream, enqueue, test};
+use super::{Completion, PAGE, Stream, Waits, test};
 use crate::{
     channel::Cancel,
     driver::Registered,
@@ -135,7 +135,7 @@ impl Timeline {
         let behind = recorded.last.as_ref().is_some_and(|last| last != stream);
         let wait = behind.then(|| registered.wait(VALUE, recorded.value));
         let operations: Vec<_> = wait.into_iter().chain([registered.write(VALUE, value)]).collect();
-        enqueue(stream, &operations)?;
+        stream.enqueue(&operations)?;
         *recorded = Recorded { value, last: Some(stream.clone()) };
         Ok(value)
     }
@@ -151,7 +151,7 @@ impl Timeline {
     #[doc(alias("cuStreamBatchMemOp", "cuStreamWaitValue64"))]
     pub fn wait(&self, stream: &Stream, value: u64, limit: Duration) -> Result<()> {
         let registered = self.registered(stream)?;
-        check_stream(stream)?;
+        stream.check()?;
         if self.waits.expect(VALUE, value, limit)? {
             stream.enqueue(&[registered.wait(VALUE, value)])?;
         }

@@ -16,7 +16,7 @@ use crate::{
     channel::record::{RecordSocket, send_raw},
     error::{Error, ErrorCode, ProtocolError, Result},
     session::link::{check_backend, mismatch, unexpected, violation},
-    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, Turns, VERSION, milliseconds},
+    wire::{Hello, MAX_FDS, Message, STREAM, Segments, Stream, Subscribe, TURNS, VERSION, milliseconds},
 };
 
 /// The most connections that have not joined yet. Beyond it, the oldest is closed.
@@ -191,22 +191,19 @@ impl Member {
             epoch: hub.epoch,
             size: hub.options.size,
             deadline_ms: hub.options.every.map(milliseconds),
+            turns: hub.turns.as_ref().map(|_| TURNS as u64),
         });
         let offer = Message::Offer(Box::new((&hub.offer).into()));
         self.stage =
             Stage::Joining { progress: Progress::Mapping { sent: 0, history, busy: 0 }, deadline: hub.deadline() };
-        if self.send(&stream) && self.send_turns(hub)? && self.send(&offer) {
-            self.send_segments(0, hub)
-        } else {
-            Err(unsent())
-        }
+        if self.send_stream(&stream, hub)? && self.send(&offer) { self.send_segments(0, hub) } else { Err(unsent()) }
     }
 
-    /// Sends the words, if the publisher's streams can store them.
-    fn send_turns(&mut self, hub: &Hub) -> Result<bool> {
-        let (Some(_), Some(socket)) = (&hub.turns, &self.socket) else { return Ok(true) };
+    /// With the words, if the publisher's streams can store them.
+    fn send_stream(&mut self, stream: &Message, hub: &Hub) -> Result<bool> {
+        let (Some(_), Some(socket)) = (&hub.turns, &self.socket) else { return Ok(self.send(stream)) };
         let (words, file) = SubscriberWords::create()?;
-        let sent = send_raw(socket.stream(), &Message::Turns(Turns {}).encode()?, &[file.as_fd()]);
+        let sent = send_raw(socket.stream(), &stream.encode()?, &[file.as_fd()]);
         self.words = Some(words);
         Ok(sent.is_ok())
     }

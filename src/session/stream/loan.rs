@@ -7,7 +7,6 @@ use crate::{
     driver::{Access, Stream},
     error::Result,
     memory::{Region, region},
-    session::order::check_stream,
     sys::monotonic,
     wire::{MAX_USER_BYTES, Message, Ready},
 };
@@ -69,10 +68,13 @@ impl Loan {
         self.hub.creator.check()?;
         check_user(user)?;
         check_device(stream, self.hub.memory.device())?;
-        check_stream(stream)?;
         let turn = match &self.hub.turns {
             Some(turns) => turns.record(stream, &self.hub)?,
-            None => stream.synchronize().map(|()| None)?,
+            None => {
+                stream.check()?;
+                stream.synchronize()?;
+                None
+            }
         };
         self.send(user, turn)
     }

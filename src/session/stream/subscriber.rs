@@ -37,14 +37,13 @@ use crate::{
         Config,
         link::{Link, check_backend, code_for, mismatch, unexpected, violation},
         opening::{self, DeviceChoice, Offer, acknowledge},
-        order::{Completion, Order, check_stream},
+        order::{Completion, Order},
     },
     sys::{epoll, eventfd, fork::ProcessIdentity, try_lock},
     wire::{self, DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM},
 };
 
 const FOR_A_BUFFER: &str = "for a buffer";
-const FOR_THE_POOL: &str = "for the offer of the pool";
 
 /// How often a waiting thread looks whether it is its turn to receive.
 const TURN: Duration = Duration::from_millis(1);
@@ -282,19 +281,11 @@ impl Subscriber {
             return Err(mismatch(ErrorCode::Object, "the producer has no stream to subscribe to"));
         }
         link.send(&Message::Subscribe(subscribe), &[])?;
-        let stream = match link.receive("for the stream")? {
-            (Message::Stream(stream), _) => stream,
+        let (stream, words) = match link.receive("for the stream")? {
+            (Message::Stream(stream), fds) => (stream, fds.into_iter().next()),
             (other, _) => return Err(unexpected(&other, "stream")),
         };
-        let mut next = link.receive(FOR_THE_POOL)?;
-        let words = match next {
-            (Message::Turns(_), fds) => {
-                next = link.receive(FOR_THE_POOL)?;
-                fds.into_iter().next()
-            }
-            _ => None,
-        };
-        let offer = match next {
+        let offer = match link.receive("for the offer of the pool")? {
             (Message::Offer(offer), _) => {
                 check_backend(&backend, device.backend().as_str())?;
                 Offer::read(*offer, DEFAULT_OBJECT)?
@@ -346,7 +337,7 @@ impl Subscriber {
     #[doc(alias("cuStreamBatchMemOp", "cuStreamWaitValue64"))]
     pub fn receive_on(&self, stream: &Stream, limit: Duration) -> Result<Received> {
         check_device(stream, self.device())?;
-        check_stream(stream)?;
+        stream.check()?;
         self.receive_by(limit, Some(stream))
     }
 
@@ -492,7 +483,7 @@ impl Subscriber {
             return Err(violation(format!("publication {number} arrived after publication {last}")));
         }
         if ready_at.is_some() && self.connection.turns.is_none() {
-            return Err(violation("`ready` has `ready_at`, but the publisher sent no `turns`"));
+            return Err(violation("`ready` has `ready_at`, but the stream has no `turns`"));
         }
         let Some(size) = size.or(reader.size) else {
             return Err(violation(format!("publication {number} has no size")));

@@ -19,10 +19,10 @@ use std::{
 use super::{hub::Hub, misuse};
 use crate::{
     channel::Cancel,
-    driver::{Attribute, Operation, Registered, has_reached},
+    driver::{Attribute, Operation, Registered, code, has_reached},
     error::{Error, ProtocolError, Result},
     memory::Device,
-    session::order::{Completion, Order, Stream, Waits, enqueue, test},
+    session::order::{Completion, Order, Stream, Waits, test},
     sys::{Words, lock},
     wire::{DONE_WORDS, READY_WORDS, TURNS, TURNS_SIZE},
 };
@@ -81,10 +81,11 @@ impl PublisherTurns {
     /// # Errors
     /// [`Error::System`].
     pub(super) fn new(device: &Device) -> Result<Option<Self>> {
-        // Drivers that do not know the attribute report an error.
-        if device.is_host() || device.attribute(Attribute::StreamMemoryOperations).unwrap_or(0) == 0 {
-            return Ok(None);
-        }
+        match device.attribute(Attribute::StreamMemoryOperations) {
+            // An old driver does not know the attribute.
+            Ok(0) | Err(Error::Driver { code: code::INVALID_VALUE, .. }) => return Ok(None),
+            known => known?,
+        };
         let (words, _) = Words::create(SIZE).map_err(|error| Error::system("create a publisher's words", error))?;
         Ok(Some(Self { own: Arc::new(words), device: device.clone(), streams: Mutex::default() }))
     }
@@ -113,7 +114,7 @@ impl PublisherTurns {
     /// synchronized.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
     pub(super) fn record(&self, stream: &Stream, hub: &Hub) -> Result<Option<u64>> {
         let streams = &mut *lock(&self.streams);
         if streams.own.is_none() && streams.unusable.is_none() {
@@ -126,6 +127,7 @@ impl PublisherTurns {
             }
         }
         if streams.own.is_none() {
+            stream.check()?;
             stream.synchronize()?;
             return Ok(None);
         }
@@ -227,8 +229,8 @@ impl Turns {
     /// [`ProtocolError::Content`]; [`Error::System`].
     pub(super) fn open(file: &OwnedFd, device: &Device) -> Result<Self> {
         let words = Words::open(file.as_fd(), SIZE).map_err(|error| match error.kind() {
-            std::io::ErrorKind::InvalidData => ProtocolError::Content(format!("the words of `turns`: {error}")).into(),
-            _ => Error::system("map the words of `turns`", error),
+            std::io::ErrorKind::InvalidData => ProtocolError::Content(format!("the words of a stream: {error}")).into(),
+            _ => Error::system("map the words of a stream", error),
         })?;
         let words = Arc::new(words);
         let waits = Waits::new(Arc::clone(&words), READY)?;
@@ -306,10 +308,11 @@ impl Turns {
         match self.tested() {
             Ok(registered) if is_free => {
                 let operation: Operation = registered.write(index, turn);
-                enqueue(stream, &[operation])?;
+                stream.enqueue(&[operation])?;
                 Ok(Some(turn))
             }
             _ => {
+                stream.check()?;
                 stream.synchronize()?;
                 Ok(None)
             }

@@ -1,7 +1,8 @@
 //! Peers that break the protocol, by hand.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use vmmfd::{
     channel::{Cancel, Channel},
     driver::Access,
@@ -14,6 +15,7 @@ use crate::{
     broker_descriptors::Lingering,
     broker_process::Raw,
     conversation::{accepted, answer, dial, listening, request, told},
+    support::Kind,
 };
 
 cases! {
@@ -22,6 +24,7 @@ cases! {
     wrong_joins_are_refused,
     wrong_publications_end_the_session,
     floods_do_not_block,
+    wrong_words_are_refused,
     connection_floods_exclude_nobody,
     blocking_descriptors_are_not_received,
     unknown_returns_are_limited,
@@ -49,7 +52,11 @@ fn by_hand(subject: &Subject, stage: &Stage, held: u64) -> Channel {
     channel.send(&hello(subject, &["stream"]), &[]).unwrap();
     assert!(matches!(answer(&mut channel).0, Message::Hello(hello) if hello.capabilities == ["stream"]));
     channel.send(&subscription(held), &[]).unwrap();
-    let (Message::Stream(stream), _) = answer(&mut channel) else { panic!() };
+    let (Message::Stream(stream), words) = answer(&mut channel) else { panic!() };
+    assert_eq!(
+        (stream.turns.is_some(), words.len()),
+        (subject.kind != Kind::Host, usize::from(subject.kind != Kind::Host))
+    );
     assert_eq!((stream.epoch, stream.size, stream.deadline_ms), (stage.publisher.epoch(), Some(16), None));
     let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
     assert_eq!((offer.access, offer.part.map(|part| part.segments)), (Access::ReadOnly, Some(1)));
@@ -71,12 +78,14 @@ fn number(channel: &mut Channel) -> u64 {
 }
 
 fn wrong_returns_end_the_subscription(subject: Subject) {
-    let reserved = Message::Done(Done { number: 1, done_at: Some(1) });
+    // With turns, it is a turn that never comes.
+    let has_turns = subject.kind != Kind::Host;
+    let without_turns = if has_turns { done(0) } else { Message::Done(Done { number: 1, done_at: Some(1) }) };
     let wrong: [&[Message]; 7] = [
         &[done(1), done(1)],
         &[done(3)],
         &[done(0)],
-        &[reserved],
+        &[without_turns],
         &[Message::Busy(Busy {})],
         &[subscription(1)],
         &[Message::End(End { published: 2 })],
@@ -233,6 +242,22 @@ fn error_keeps_buffers(subject: Subject) {
     stage.until_free(6);
 }
 
+/// Offers one segment. The subscriber may have refused the words before it.
+fn send_pool(channel: &mut Channel, memory: &Shared, size: u64) {
+    let (part, chunks) = memory.chunks(0..size).unwrap().unwrap();
+    let offer = Offer {
+        object: "default".into(),
+        memory: (&memory.describe().unwrap()).into(),
+        array: None,
+        access: Access::ReadOnly,
+        part: Some(part),
+        check: None,
+    };
+    channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
+    let segments = wire::Segments { first: 0, sizes: vec![chunks[0].size()] };
+    let _ = channel.send(&Message::Segments(segments), &[chunks[0].as_fd()]);
+}
+
 /// A publisher by hand, with a pool of 100 bytes, and its subscriber.
 fn liar(subject: &Subject, held: u16) -> (Channel, Subscriber, Arc<Shared>) {
     let folder = tempfile::tempdir().unwrap();
@@ -246,20 +271,9 @@ fn liar(subject: &Subject, held: u16) -> (Channel, Subscriber, Arc<Shared>) {
         assert!(matches!(answer(&mut channel).0, Message::Hello(hello) if hello.capabilities == ["stream"]));
         channel.send(&hello(subject, &["stream"]), &[]).unwrap();
         assert_eq!(answer(&mut channel).0, subscription(held.into()));
-        let stream = Stream { epoch: 7, size: Some(50), deadline_ms: None };
+        let stream = Stream { epoch: 7, size: Some(50), deadline_ms: None, turns: None };
         channel.send(&Message::Stream(stream), &[]).unwrap();
-        let (part, chunks) = memory.chunks(0..100).unwrap().unwrap();
-        let offer = Offer {
-            object: "default".into(),
-            memory: (&memory.describe().unwrap()).into(),
-            array: None,
-            access: Access::ReadOnly,
-            part: Some(part),
-            check: None,
-        };
-        channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
-        let segments = wire::Segments { first: 0, sizes: vec![chunks[0].size()] };
-        channel.send(&Message::Segments(segments), &[chunks[0].as_fd()]).unwrap();
+        send_pool(&mut channel, &memory, 100);
         assert_eq!(answer(&mut channel).0, Message::Received(wire::Received { segments: 1 }));
         channel.send(&Message::Format(Format { arrays: Vec::new(), length: None }), &[]).unwrap();
         (channel, subscriber.join().unwrap(), memory)
@@ -282,7 +296,7 @@ fn wrong_publications_end_the_session(subject: Subject) {
         &[size(100), good(2)],
         &[size(u64::MAX), good(2)],
         &[user("0g")],
-        &[Message::Ready(Ready { ready_at: Some(0), ..ready(1, 0) })],
+        &[Message::Ready(Ready { ready_at: Some(1), ..ready(1, 0) })],
         &[Message::Busy(Busy {})],
     ];
     let fails = |mut channel: Channel, subscriber: Subscriber| {
@@ -313,6 +327,31 @@ fn wrong_publications_end_the_session(subject: Subject) {
     let format = Format { arrays: Vec::new(), length: Some(length) };
     channel.send(&Message::Format(format), &[chunks[0].as_fd()]).unwrap();
     fails(channel, subscriber);
+}
+
+fn wrong_words_are_refused(subject: Subject) {
+    let (reader, _writer) = std::io::pipe().unwrap();
+    let memory = Shared::create(&subject.device(), Spec::vmm(8192)).unwrap();
+    let (_, chunks) = memory.chunks(0..8192).unwrap().unwrap();
+    let unsealed = std::fs::File::from(memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC).unwrap());
+    unsealed.set_len(8192).unwrap();
+    for wrong in [OwnedFd::from(reader), chunks[0].as_fd().try_clone_to_owned().unwrap(), unsealed.into()] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = listening(&path, 1);
+        thread::scope(|scope| {
+            let subscriber = scope.spawn(|| subscribe(&subject, &path, &SubscribeOptions::default()));
+            let mut channel = accepted(&listener);
+            answer(&mut channel);
+            channel.send(&hello(&subject, &["stream"]), &[]).unwrap();
+            answer(&mut channel);
+            let stream = Stream { epoch: 7, size: Some(50), deadline_ms: None, turns: Some(256) };
+            channel.send(&Message::Stream(stream), &[wrong.as_fd()]).unwrap();
+            send_pool(&mut channel, &memory, 8192);
+            assert_eq!(told(&mut channel), ErrorCode::Protocol);
+            assert!(matches!(subscriber.join().unwrap(), Err(Error::Peer(PeerError::Protocol(_)))));
+        });
+    }
 }
 
 fn floods_do_not_block(subject: Subject) {
