@@ -1,7 +1,5 @@
 //! `vmmfd bench` as a user runs it: the rows of each group, and its failures.
 
-use std::process::Command;
-
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -95,42 +93,6 @@ fn broker_is_measured(meeting: Meeting) {
 }
 
 #[test]
-fn text_fits_80_columns() {
-    let meeting = Meeting::fake();
-    let ended = bench(&meeting, &["stages"]).end();
-    let lines: Vec<&str> = ended.code(0).stdout.lines().collect();
-    assert!(lines.iter().all(|line| line.chars().count() <= 80), "{}", ended.stdout);
-    assert!(lines.iter().any(|line| line.starts_with("stages, 2 MiB (us)  ")), "{}", ended.stdout);
-    assert!(lines.iter().any(|line| line.starts_with("set access  ")), "{}", ended.stdout);
-}
-
-#[test]
-fn failures_are_one_sentence() {
-    let meeting = Meeting::fake();
-    for (options, why) in [
-        (
-            &["everything"][..],
-            "[possible values: startup, handoff, repeat, verify, stages, copies, broker, stream, all]",
-        ),
-        (&["--size", "0"], "`0` is no memory"),
-        (&["--clients", "0"], "0 is not in 1..=1024"),
-        (&["--backend", "auto"], "[possible values: cuda, host]"),
-    ] {
-        let mut run = meeting.bare("vmmfd");
-        run.command.arg("bench").args(options);
-        let ended = run.end();
-        assert_eq!(ended.code(2).says(why).stdout, "");
-    }
-    let failing = |call: &str| bench(&meeting, &["handoff"]).env("FAKECUDA_FAIL", format!("{call}:999")).end();
-    failing("cuMemImportFromShareableHandle:3")
-        .code(5)
-        .says("error: a consumer failed: cuMemImportFromShareableHandle failed: CUDA_ERROR_UNKNOWN (999)");
-    let ended = bench(&meeting, &["handoff"]).env("FAKECUDA_ABORT", "cuMemImportFromShareableHandle").end();
-    ended.code(5).says("error: a consumer was killed by SIGABRT");
-    bench(&meeting, &["startup"]).env("FAKECUDA_DEVICES", "0").end().code(3).says("the CUDA driver finds no device");
-}
-
-#[test]
 fn stopped_bench_leaves_nothing() {
     for signal in [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGINT] {
         let meeting = Meeting::fake();
@@ -143,16 +105,4 @@ fn stopped_bench_leaves_nothing() {
         let left = || meeting.files().into_iter().filter(|file| file.starts_with("vmmfd-")).count();
         wait_for("the removal of the folder", || left() == 0);
     }
-}
-
-#[test]
-fn missing_program_names_its_installation() {
-    let alone = tempfile::tempdir().unwrap();
-    assert!(Command::new("cp").arg(binary("vmmfd")).arg(alone.path()).status().unwrap().success());
-    let meeting = Meeting::host();
-    let mut command = Command::new(alone.path().join("vmmfd"));
-    command.env("PATH", alone.path()).args(["bench", "handoff"]);
-    let ended = meeting.bare("vmmfd").instead(command).end();
-    ended.code(5).says(&format!("{}/ nor on PATH", alone.path().display()));
-    ended.says("cargo install --locked --path tests/bench");
 }

@@ -3,12 +3,9 @@
 use std::{collections::BTreeSet, fs, process::Command};
 
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::{
-    running::{Ended, HANGS, Meeting, Run, schema_of, wait_for},
-    support::schema::mismatch,
-};
+use crate::running::{Ended, HANGS, Meeting, Run, schema_of, wait_for};
 
 fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd").env("FAKECUDA_DEVICES", "1").env("FAKECUDA_FREE", "1073741824");
@@ -40,103 +37,6 @@ fn produce_and_consume_match_the_programs() {
         let squeezed = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(squeezed(&own.join("\n")), squeezed(&ours));
     }
-}
-
-#[test]
-fn help_has_the_same_groups_everywhere() {
-    const GROUPS: [&str; 7] = ["Object:", "Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
-    let meeting = Meeting::host();
-    let peers = "0 1 2 3 4 5 130";
-    for (command, codes) in [
-        ("produce", peers),
-        ("consume", peers),
-        ("pub", "0 2 3 4 5 130"),
-        ("sub", peers),
-        ("serve", "0 2 4 5"),
-        ("put", ""),
-        ("get", ""),
-        ("ls", "0 2 4 5 130"),
-        ("stat", "0 1 2 4 5 130"),
-        ("rm", ""),
-        ("recall", "0 1 2 4 5 130"),
-        ("who", ""),
-        ("doctor", ""),
-        ("doctor serve", ""),
-        ("doctor join", ""),
-        ("devices", "0 2 3 5 130"),
-        ("bench", "0 1 2 3 5 130"),
-        ("completions", ""),
-        ("man", ""),
-        ("schema", "0 2 5"),
-    ] {
-        let words: Vec<&str> = command.split(' ').collect();
-        let long = help(&meeting, &[&words[..], &["--help"]].concat());
-        for text in [&help(&meeting, &[&words[..], &["-h"]].concat()), &long] {
-            let groups: Vec<&str> = text.lines().filter(|line| GROUPS.contains(line)).collect();
-            let order = |group: &&str| GROUPS.iter().position(|known| known == group);
-            assert!(groups.is_sorted_by_key(order) && groups.contains(&"Output:"), "{command}: {groups:?}");
-            assert!(!text.lines().any(|line| line == "Options:"), "{text}");
-            for words in ["--json", "-v, --verbose", "-q, --quiet", "-h, --help", "\n  2    bad usage\n"] {
-                assert!(text.contains(words), "{command}: no {words:?} in {text}");
-            }
-            let (_, listed) = text.split_once("Exit codes:\n").unwrap();
-            let listed: Vec<&str> = listed.lines().map_while(|line| line.split_whitespace().next()).collect();
-            assert!(listed[0] == "0" && (codes.is_empty() || listed.join(" ") == codes), "{command}: {listed:?}");
-            assert_eq!(too_wide(text), None);
-        }
-        assert!(long.contains("\nExamples:\n  vmmfd "), "{long}");
-        assert_eq!(long, help(&meeting, &[&["help"], &words[..]].concat()));
-    }
-    vmmfd(&meeting, &["help", "nope"]).end().code(2).says("'nope'");
-}
-
-/// A line that is wider than 80 columns.
-fn too_wide(text: &str) -> Option<&str> {
-    text.lines().find(|line| line.chars().count() > 80)
-}
-
-#[test]
-fn overview_has_groups_and_examples() {
-    let meeting = Meeting::host();
-    let bare = vmmfd(&meeting, &[]).end();
-    let text = bare.code(2).stderr.clone();
-    let headings: Vec<&str> = text.lines().filter_map(|line| line.strip_suffix(':')).collect();
-    assert_eq!(headings, ["Try", "Broker", "Diagnose", "Advanced", "Options", "Examples"]);
-    assert!(text.contains("\n  put          ") && text.contains("\n  vmmfd produce &\n"), "{text}");
-    assert_eq!(too_wide(&text), None);
-    for flag in ["-h", "--help", "help"] {
-        assert_eq!(help(&meeting, &[flag]), text);
-    }
-}
-
-#[test]
-fn unknown_words_get_a_suggestion() {
-    let meeting = Meeting::host();
-    for (arguments, tip) in [
-        (&["delete"][..], "exists: 'rm'"),
-        (&["benhc"], "exists: 'bench'"),
-        (&["doctor", "serv"], "exists: 'serve'"),
-        (&["produce", "--once"], "use '--consumers 1'"),
-        (&["produce", "--count", "3"], "use '--consumers'"),
-        (&["consume", "--once"], "'--consumers 1' is an option of 'vmmfd produce'"),
-        (&["consume", "--size", "1MiB"], "'--size' is an option of 'vmmfd produce'"),
-        (&["publish"], "exists: 'pub'"),
-        (&["put", "a", "file"], "use '--from file'"),
-        (&["get", "a", "file"], "use '--to file'"),
-        (&["put", "a", "--metadata", "{}"], "use '--meta'"),
-        (&["put", "a", "--helpp"], "use '--help'"),
-        (&["--socket", "a", "put"], "write '--socket' after the command"),
-    ] {
-        vmmfd(&meeting, arguments).end().code(2).says(tip);
-        let value = vmmfd(&meeting, &[arguments, &["--json"]].concat()).end().json();
-        assert!(value["error"]["message"].as_str().unwrap().contains(tip), "{value}");
-    }
-    // No suggestion is better than a wrong one: `--socket`.
-    let none = vmmfd(&meeting, &["serve", "--once"]).end();
-    assert!(!none.code(2).stderr.contains("--socket"), "{}", none.stderr);
-    let mut consumer = meeting.bare("consumer");
-    consumer.command.args(["--size", "1MiB"]);
-    consumer.end().code(2).says("'--size' is an option of 'producer'").says("Usage: consumer [OPTIONS]");
 }
 
 #[test]
@@ -251,27 +151,6 @@ fn interrupted_command_prints_one_object() {
 }
 
 #[test]
-fn hint_for_host_memory_names_no_driver() {
-    let meeting = Meeting::fake();
-    let socket = meeting.socket();
-    let produce = ["produce", "--socket", socket.to_str().unwrap()];
-    for backend in ["host", "cuda"] {
-        for command in [&produce[..], &["doctor"], &["bench", "stages"]] {
-            let ended = vmmfd(&meeting, &[command, &["--backend", backend, "--device", "9"]].concat()).end();
-            ended.code(3).says("device 9");
-            assert!(backend == "cuda" || !ended.stderr.to_lowercase().contains("cuda"), "{}", ended.stderr);
-        }
-    }
-    for mechanism in ["pool", "legacy"] {
-        let options = ["--backend", "host", "--mechanism", mechanism];
-        let ended = vmmfd(&meeting, &[&produce[..], &options].concat()).end();
-        ended.code(3);
-        let hint = ended.stderr.lines().find(|line| line.trim().starts_with("hint: ")).unwrap().to_lowercase();
-        assert!(!hint.contains("cuda") && !hint.contains("driver"), "{hint}");
-    }
-}
-
-#[test]
 fn devices_lists_sharing_support() {
     let meeting = Meeting::fake();
     let run = || vmmfd(&meeting, &["devices", "--backend", "cuda", "--json"]).env("FAKECUDA_DEVICES", "2");
@@ -309,29 +188,6 @@ fn devices_lists_sharing_support() {
         "{}",
         host.stdout
     );
-}
-
-#[test]
-fn completions_know_the_values_of_options() {
-    let meeting = Meeting::host();
-    for (shell, words) in [
-        ("bash", &["--mechanism", "vmm pool legacy", "bfloat16", "doctor", "--if-version"][..]),
-        ("zsh", &["#compdef vmmfd", "legacy", "read-only-store"]),
-        ("fish", &["complete -c vmmfd", "bfloat16"]),
-    ] {
-        let script = help(&meeting, &["completions", shell]);
-        for word in words {
-            assert!(script.contains(word), "{shell}: no {word}");
-        }
-        let file = meeting.folder().join(shell);
-        fs::write(&file, &script).unwrap();
-        // If the shell is installed, it checks the script's syntax.
-        if let Ok(output) = Command::new(shell).arg("-n").arg(&file).output() {
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        }
-    }
-    let own = help(&meeting, &["completions", "bash", "--of", "producer"]);
-    assert!(own.contains("_producer") && !own.contains("completions"));
 }
 
 #[test]
@@ -395,22 +251,4 @@ fn every_json_report_has_a_schema() {
     }
     schema(&["--json"]).code(0).json();
     schema(&["nope"]).code(2).says("nope");
-}
-
-#[test]
-fn schemas_refuse_reports_that_differ() {
-    let report = vmmfd(&Meeting::fake(), &["devices", "--json", "--backend", "cuda"]).end().json();
-    for (path, value) in [
-        ("/schema", json!(2)),
-        ("/backend", json!("moon")),
-        ("/devices/0/free", json!(-1)),
-        ("/devices/0/uuid", Value::Null),
-        ("/devices/0/colour", json!("red")),
-        ("/devices/0/sharing/vmm/works", json!("yes")),
-    ] {
-        let mut report = report.clone();
-        let (parent, field) = path.rsplit_once('/').unwrap();
-        report.pointer_mut(parent).unwrap()[field] = value;
-        assert!(mismatch(&schema_of("devices"), &report).is_some(), "{path}");
-    }
 }

@@ -1,6 +1,6 @@
 //! `producer` and `consumer` as a user runs them: two processes, their output and their exit codes.
 
-use std::{collections::BTreeSet, os::unix::process::CommandExt, thread, time::Duration};
+use std::{collections::BTreeSet, thread, time::Duration};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -14,7 +14,6 @@ cases! {
     verbose_output_has_steps_and_calls,
     every_consumer_has_a_line,
     a_round_trip_verifies_both_ways,
-    read_only_consumer_joins_a_round_trip,
     many_consumers_at_once_are_served,
     flipped_byte_fails_both_sides,
     the_salt_is_random_unless_given,
@@ -46,49 +45,6 @@ fn handoff_works_in_either_start_order(meeting: Meeting) {
     meeting.producer(&[]).end().code(0);
     consumer.end().code(0);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
-}
-
-/// A command that was started as `bin/NAME` and has announced that it waits.
-fn waiting(meeting: &Meeting, name: &'static str, options: &[&str]) -> Running {
-    let mut run = meeting.bare(name);
-    run.command.arg0(format!("bin/{name}")).args(options);
-    let mut running = run.env("VMMFD_BACKEND", "host").env("VMMFD_SOCKET", meeting.socket()).start();
-    running.until("waiting");
-    running
-}
-
-#[test]
-fn both_sides_announce_their_wait() {
-    let meeting = Meeting::host();
-    let socket = meeting.socket();
-    let socket = socket.to_str().unwrap();
-    let options = format!("--socket {socket} --backend host");
-    let consumer = waiting(&meeting, "consumer", &[]);
-    let quiet = meeting.consumer(&["-q"]).start();
-    let line = format!(
-        "\nwaiting   up to 2 min for a producer at {socket}; in another terminal type:\n          bin/producer {options}\n"
-    );
-    assert!(consumer.so_far().contains(&line), "{}", consumer.so_far());
-    let producer = meeting.producer(&["--consumers", "2"]).end();
-    producer.code(0);
-    assert_eq!(consumer.end().code(0).stdout.matches("waiting").count(), 1);
-    assert_eq!(quiet.end().code(0).stdout, "");
-
-    for (number, time, whom) in
-        [("1", "up to 90 s", "a consumer"), ("3", "up to 90 s", "3 consumers"), ("0", "until Ctrl-C", "consumers")]
-    {
-        let producer = waiting(&meeting, "producer", &["--timeout", "90s", "--consumers", number]);
-        let line =
-            format!("waiting   {time} for {whom}; in another terminal type:\n          bin/consumer {options}\n");
-        assert!(producer.so_far().contains(&line), "{}", producer.so_far());
-    }
-    // The producer waits again after each consumer but the last.
-    let mut producer = waiting(&meeting, "producer", &["--consumers", "2"]);
-    meeting.consumer(&[]).end().code(0);
-    crate::running::wait_for("the next wait", || producer.so_far().matches(" for a consumer; ").count() == 1);
-    meeting.consumer(&[]).end().code(0);
-    producer.until("verified");
-    producer.end().code(0);
 }
 
 fn json_object_has_every_field(meeting: Meeting) {
@@ -187,21 +143,6 @@ fn a_round_trip_verifies_both_ways(meeting: Meeting) {
             assert_eq!(names.filter(|name| ["fill", "verify"].contains(name)).count(), 2, "{report}");
         }
     }
-}
-
-fn read_only_consumer_joins_a_round_trip(meeting: Meeting) {
-    let producer = meeting.listening(&["--round-trip", "--consumers", "3"]);
-    for access in ["ro", "rw", "ro"] {
-        let consumer = meeting.consumer(&["--access", access]).end();
-        consumer.code(0);
-        assert_eq!(consumer.stdout.contains("read-only"), access == "ro");
-        assert_eq!(consumer.stdout.contains(" <-> "), access == "rw");
-    }
-    producer.end().code(0);
-    let producer = meeting.listening(&[]);
-    let consumer = meeting.consumer(&["--access", "rw"]).end();
-    assert!(consumer.code(0).stdout.contains("read-write"));
-    producer.end().code(0);
 }
 
 fn many_consumers_at_once_are_served(meeting: Meeting) {

@@ -29,14 +29,6 @@ fn documents(name: &str) -> Vec<Yaml> {
     YamlLoader::load_from_str(&text(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-const PODS: [&str; 5] = [
-    "kubernetes/pod.yaml",
-    "kubernetes/two-pods.yaml",
-    "kubernetes/node-check.yaml",
-    "kubernetes/broker.yaml",
-    "kubernetes/host-broker.yaml",
-];
-
 fn kind<'a>(documents: &'a [Yaml], kind: &str) -> Vec<&'a Yaml> {
     documents.iter().filter(|document| document["kind"].as_str() == Some(kind)).collect()
 }
@@ -69,37 +61,6 @@ fn services() -> Vec<(Yaml, Vec<String>)> {
 }
 
 #[test]
-fn image_requests_the_compute_libraries() {
-    let file = text("Dockerfile");
-    let manifest = include_str!("../../Cargo.toml");
-    let of_manifest = |key: &str| {
-        let line = manifest.lines().find_map(|line| line.strip_prefix(&format!("{key} = ")));
-        line.unwrap().trim_matches('"').to_owned()
-    };
-    assert!(file.contains(&format!("FROM rust:{}-", of_manifest("rust-version"))), "{file}");
-    let image = format!("vmmfd:{}", of_manifest("version"));
-    assert!(file.contains(&format!("-t {image} .")), "{file}");
-    for program in ["vmmfd", "producer", "consumer"] {
-        assert!(folder().join(format!("../../bin/src/bin/{program}.rs")).is_file(), "{program}");
-        assert!(file.contains(&format!("/build/target/release/{program} ")), "{program}");
-    }
-    assert!(file.contains("\nENV NVIDIA_DRIVER_CAPABILITIES=compute VMMFD_BROKER_SOCKET=/run/vmmfd/broker.sock\n"));
-    assert!(file.contains("\nENTRYPOINT [\"vmmfd\"]\nCMD [\"doctor\"]\n") && !file.contains("alpine"));
-    // The ignore file keeps every path that the build needs.
-    let kept = text("Dockerfile.dockerignore");
-    for needed in ["Cargo.toml", "Cargo.lock", "README.md", "bin", "docs", "src", "tests"] {
-        assert!(kept.lines().any(|line| line == format!("!{needed}")), "{needed}");
-    }
-    let named = PODS.iter().flat_map(|name| pods(name)).flat_map(|pod| {
-        containers(&pod).map(|container| container["image"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
-    });
-    let composed = services().into_iter().map(|(end, _)| end["image"].as_str().unwrap().to_owned());
-    let all: Vec<String> = named.chain(composed).collect();
-    assert_eq!(all, vec![image.clone(); 12]);
-    assert!(text("podman").contains(&format!("${{2:-{image}}}")));
-}
-
-#[test]
 fn programs_accept_the_deployed_options() {
     let mut ends: Vec<Vec<String>> = services().into_iter().map(|(_, command)| command).collect();
     for pod in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"].iter().flat_map(|name| pods(name)) {
@@ -123,120 +84,6 @@ fn programs_accept_the_deployed_options() {
     let check = node_check();
     let doctor = check.lines().find_map(|line| line.strip_prefix("vmmfd ")?.strip_suffix(" &")).unwrap();
     understood("vmmfd", &doctor.split(' ').map(str::to_owned).collect::<Vec<_>>());
-}
-
-#[test]
-fn pods_share_only_gpu_and_socket_folder() {
-    for name in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"] {
-        let documents = documents(name);
-        let [claim] = kind(&documents, "ResourceClaim")[..] else { panic!("{name}: not one claim") };
-        assert_eq!(claim["apiVersion"].as_str(), Some("resource.k8s.io/v1"));
-        assert_eq!(list(&claim["spec"]["devices"]["requests"]).len(), 1);
-        let claim = claim["metadata"]["name"].as_str().unwrap();
-        let mut ends = 0;
-        for pod in pods(name) {
-            let [claimed] = list(&pod["resourceClaims"]) else { panic!("{name}: not one claim in a pod") };
-            assert_eq!(claimed["resourceClaimName"].as_str(), Some(claim));
-            for container in containers(&pod) {
-                ends += 1;
-                let [gpu] = list(&container["resources"]["claims"]) else { panic!("{name}: no claim") };
-                assert_eq!(gpu["name"], claimed["name"]);
-                assert!(container["resources"]["limits"].is_badvalue(), "{name}: a second GPU");
-                let mounts: Vec<&str> =
-                    list(&container["volumeMounts"]).iter().filter_map(|mount| mount["mountPath"].as_str()).collect();
-                assert_eq!(mounts[0], "/run/vmmfd");
-            }
-        }
-        assert_eq!(ends, 2, "{name}");
-    }
-    let levels: Vec<Yaml> = pods("kubernetes/two-pods.yaml")
-        .into_iter()
-        .map(|pod| pod["securityContext"]["seLinuxOptions"]["level"].clone())
-        .collect();
-    assert!(levels[0].as_str().is_some() && levels[0] == levels[1], "{levels:?}");
-    for (end, _) in services() {
-        assert_eq!(words(&end["volumes"]), ["socket:/run/vmmfd"]);
-        let [gpu] = list(&end["deploy"]["resources"]["reservations"]["devices"]) else { panic!("not one GPU") };
-        assert!(words(&gpu["device_ids"])[0].starts_with("${VMMFD_GPU:?"));
-    }
-}
-
-/// The strictest Kubernetes pod security level that a pod meets. Panics for a field that no file here uses.
-fn security_level(pod: &Yaml) -> &'static str {
-    let fields: Vec<&str> = pod.as_hash().unwrap().keys().filter_map(Yaml::as_str).collect();
-    for field in ["hostIPC", "hostPID", "hostNetwork", "hostUsers", "shareProcessNamespace", "ephemeralContainers"] {
-        assert!(!fields.contains(&field), "{field}");
-    }
-    let context = &pod["securityContext"];
-    assert!(context["sysctls"].is_badvalue() && context["windowsOptions"].is_badvalue());
-    // Only the level may be set: baseline forbids a user, a role, and most types.
-    for field in ["type", "user", "role"] {
-        assert!(context["seLinuxOptions"][field].is_badvalue(), "{field}");
-    }
-    let volumes = |kinds: &[&str]| {
-        list(&pod["volumes"]).iter().all(|volume| {
-            let mut kind = volume.as_hash().unwrap().keys().filter_map(Yaml::as_str).filter(|key| *key != "name");
-            kind.all(|kind| kinds.contains(&kind))
-        })
-    };
-    if volumes(&["hostPath", "emptyDir"]) && !volumes(&["emptyDir"]) {
-        return "privileged";
-    }
-    assert!(volumes(&["emptyDir"]));
-    let restricted = |container: &Yaml| {
-        let own = &container["securityContext"];
-        own["allowPrivilegeEscalation"].as_bool() == Some(false)
-            && words(&own["capabilities"]["drop"]) == ["ALL"]
-            && own["capabilities"]["add"].is_badvalue()
-            && own["privileged"].is_badvalue()
-            && own["procMount"].is_badvalue()
-            && list(&container["volumeMounts"]).iter().all(|mount| mount["mountPath"].as_str() != Some("/dev/shm"))
-            && list(&container["ports"]).iter().all(|port| port["hostPort"].is_badvalue())
-    };
-    let of_pod = context["runAsNonRoot"].as_bool() == Some(true)
-        && context["runAsUser"].as_i64() != Some(0)
-        && context["seccompProfile"]["type"].as_str() == Some("RuntimeDefault");
-    assert!(of_pod && containers(pod).all(restricted), "it meets baseline at most");
-    "restricted"
-}
-
-#[test]
-fn page_lists_each_pods_security_level() {
-    let page = include_str!("../../docs/deploy.md");
-    for name in PODS {
-        let file = name.strip_prefix("kubernetes/").unwrap();
-        for pod in pods(name) {
-            let level = security_level(&pod);
-            let row = page
-                .lines()
-                .find(|line| line.starts_with(&format!("| `{file}` |")))
-                .unwrap_or_else(|| panic!("{file}"));
-            assert_eq!(row.split('|').nth(2).map(str::trim), Some(&*format!("`{level}`")), "{file}");
-        }
-    }
-    // Except for the hostPath volume, these pods meet the strictest level too.
-    for name in ["kubernetes/broker.yaml", "kubernetes/host-broker.yaml", "kubernetes/two-pods.yaml"] {
-        for mut pod in pods(name) {
-            pod.as_mut_hash().unwrap().remove(&Yaml::from_str("volumes"));
-            assert_eq!(security_level(&pod), "restricted", "{name}");
-        }
-    }
-}
-
-#[test]
-fn containers_have_no_host_privileges() {
-    for (end, _) in services() {
-        assert_eq!(words(&end["cap_drop"]), ["ALL"]);
-        assert_eq!(end["network_mode"].as_str(), Some("none"));
-        for host in ["ipc", "pid", "privileged", "cap_add", "shm_size"] {
-            assert!(end[host].is_badvalue(), "{host}");
-        }
-    }
-    let script = text("podman");
-    assert!(script.contains("--cap-drop ALL") && script.contains("--network none"));
-    for host in ["--ipc", "--pid", "--privileged", "--cap-add"] {
-        assert!(!script.contains(host), "{host}");
-    }
 }
 
 /// The script of the container that checks the node.

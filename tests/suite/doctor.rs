@@ -295,26 +295,6 @@ fn each_probe_fails_alone() {
 }
 
 #[test]
-fn old_driver_fails_only_missing_calls() {
-    let meeting = Meeting::fake();
-    let lacking = [
-        ("cuMemPoolCreate", "pool"),
-        ("cuIpcGetMemHandle", "legacy"),
-        ("cuIpcGetEventHandle", "event"),
-        ("cuMemCreate", "memory"),
-    ];
-    let copy = lacking.iter().fold(Copy::new(), |copy, (symbol, _)| copy.without(symbol));
-    copy.write("libcuda.so.1");
-    let run = only(&meeting, "granularity,memory,pool,legacy,event", &[]).env("LD_LIBRARY_PATH", copy.folder());
-    let report = run.end().code(1).json();
-    assert_eq!(finding(&report, "granularity")["status"], "ok", "{report}");
-    for (symbol, probe) in lacking {
-        let found = finding(&report, probe);
-        assert_eq!((&found["status"], &found["error"]["call"]), (&"unsupported".into(), &symbol.into()), "{found}");
-    }
-}
-
-#[test]
 fn checkpoint_probe_names_times_and_driver() {
     let meeting = Meeting::fake();
     let states = tempfile::tempdir().unwrap();

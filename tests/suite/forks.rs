@@ -139,44 +139,6 @@ fn opening_reports_the_fork() {
 }
 
 #[test]
-fn forks_and_threads_open_the_backend() {
-    let found = in_child(
-        "forks::forks_and_threads_open_the_backend",
-        |_| {},
-        || {
-            for _ in 0..3 {
-                thread::spawn(|| {
-                    loop {
-                        drop(driver::open(Choice::Only(Backend::Host)));
-                    }
-                });
-            }
-            for _ in 0..200 {
-                in_short_fork(|| driver::open(Choice::Only(Backend::Host)).is_ok());
-            }
-            "done".to_owned()
-        },
-    );
-    assert_eq!(found, "done");
-}
-
-#[test]
-fn forks_try_again_where_initialising_failed() {
-    let found = in_child(
-        "forks::forks_try_again_where_initialising_failed",
-        |_| {},
-        || {
-            let fake = Copy::new().load();
-            fake.set("FAKECUDA_FAIL", "cuInit:1:100");
-            assert!(CudaDriver::load_from(fake.path()).is_err());
-            in_short_fork(|| CudaDriver::load_from(fake.path()).is_ok());
-            "done".to_owned()
-        },
-    );
-    assert_eq!(found, "done");
-}
-
-#[test]
 fn sizes_stay_known_during_access_change() {
     let (fake, driver) = fake_driver();
     let device = Device::find(&driver, Selector::default()).unwrap();

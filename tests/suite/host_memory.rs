@@ -21,7 +21,7 @@ use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
     error::MemoryError,
-    internals::{self, Granularity, HostDriver, Live, Location, Verbs},
+    internals::{self, HostDriver, Live, Location, Verbs},
     memory::{Allocation, Device, Mapping, Mirror, Region},
 };
 
@@ -201,45 +201,6 @@ fn write_seal_allows_only_reading() {
 }
 
 #[test]
-fn sealed_memory_is_read_only_elsewhere() {
-    let subject = Subject::host();
-    let driver = &subject.verbs;
-    let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
-    let address = driver.reserve(GRANULARITY, 0).unwrap();
-    driver.map(address, GRANULARITY, 0, handle).unwrap();
-    assert_eq!(code(driver.seal(handle)), code::INVALID_VALUE, "while it is mapped");
-    driver.set_access(address, GRANULARITY, Location::Device(0), Some(ReadWrite)).unwrap();
-    driver.copy_in(0, address, b"final").unwrap();
-    assert_eq!(code(driver.seal(handle)), code::INVALID_VALUE, "while it is written");
-    driver.unmap(address, GRANULARITY).unwrap();
-    assert!(driver.seal(handle).unwrap());
-    let fd = driver.export(handle).unwrap();
-    let seals = SealFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GET_SEALS).unwrap());
-    let wanted = SealFlag::F_SEAL_SHRINK
-        | SealFlag::F_SEAL_GROW
-        | SealFlag::F_SEAL_WRITE
-        | SealFlag::F_SEAL_FUTURE_WRITE
-        | SealFlag::F_SEAL_SEAL;
-    assert!(seals.contains(wanted), "{seals:?}");
-    let mut file = std::fs::File::from(fd.try_clone().unwrap());
-    assert!(file.write_all(b"other").is_err());
-    for holder in [handle, driver.import(fd.as_fd(), GRANULARITY).unwrap()] {
-        assert!(driver.properties(holder).unwrap().immutable);
-        driver.map(address, GRANULARITY, 0, holder).unwrap();
-        for access in [Some(ReadWrite), Some(ReadOnly)] {
-            let answer = driver.set_access(address, GRANULARITY, Location::HostNuma(0), access);
-            assert_eq!(code(answer), if access == Some(ReadWrite) { code::INVALID_VALUE } else { 0 });
-        }
-        let window = driver.window(address + 1, 4).unwrap();
-        assert_eq!(window.slice(), Some(&b"inal"[..]));
-        drop(window);
-        driver.unmap(address, GRANULARITY).unwrap();
-        driver.release(holder).unwrap();
-    }
-    driver.free(address, GRANULARITY).unwrap();
-}
-
-#[test]
 fn slice_needs_sealed_memory() {
     let subject = Subject::host();
     let driver = &subject.verbs;
@@ -363,28 +324,6 @@ fn last_window_unmaps_its_memory() {
         drop(window);
     }
     assert!(!inode.mapped_here(), "left behind");
-}
-
-#[test]
-fn granularity_is_a_power_of_two() {
-    for bytes in [0, 1, 2048, 3 << 20, (2 << 20) + 4096] {
-        assert_eq!(code(HostDriver::with_granularity(bytes)), code::INVALID_VALUE, "{bytes}");
-    }
-    for bytes in [64 << 10, 8 << 20] {
-        let driver = HostDriver::with_granularity(bytes).unwrap();
-        for which in [Granularity::Minimum, Granularity::Recommended] {
-            assert_eq!(driver.granularity(&EXPORTABLE, which).unwrap(), bytes);
-        }
-        assert_eq!(code(driver.create(bytes / 2, &EXPORTABLE)), code::INVALID_VALUE);
-        assert_eq!(code(driver.reserve(bytes + 4096, 0)), code::INVALID_VALUE);
-        let handle = driver.create(bytes, &EXPORTABLE).unwrap();
-        let address = driver.reserve(2 * bytes, 0).unwrap();
-        assert_eq!(address % bytes, 0);
-        assert_eq!(code(driver.map(address + bytes / 2, bytes, 0, handle)), code::INVALID_VALUE);
-        driver.map(address + bytes, bytes, 0, handle).unwrap();
-        driver.unmap(address, 2 * bytes).unwrap();
-        assert_eq!(code(driver.import(driver.export(handle).unwrap().as_fd(), bytes)), 0);
-    }
 }
 
 #[test]

@@ -27,7 +27,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::DataVerifier;
 
-use crate::running::{HANGS, Meeting, Run, hide_driver, wait_for};
+use crate::running::{Meeting, hide_driver, wait_for};
 
 fn host() -> Meeting {
     Meeting::host()
@@ -313,20 +313,6 @@ fn driver_failure_reaches_the_peer() {
 }
 
 #[test]
-fn slow_driver_start_can_be_interrupted() {
-    let meeting = Meeting::fake();
-    for name in ["producer", "consumer"] {
-        let mut run = meeting.bare(name).env("FAKECUDA_SLOW", format!("cuInit:{HANGS}"));
-        run.command.args(["--json", "--socket"]).arg(meeting.socket());
-        let running = run.start();
-        thread::sleep(Duration::from_millis(100));
-        running.signal(Signal::SIGINT);
-        let ended = running.end();
-        assert_eq!(ended.code(130).json()["error"]["kind"], "interrupted");
-    }
-}
-
-#[test]
 fn only_a_full_disk_fails_the_output() {
     let meeting = host();
     let full = || File::options().write(true).open("/dev/full").unwrap();
@@ -388,41 +374,4 @@ fn two_signals_leave_a_complete_report() {
         assert_eq!(ended.json()["error"]["kind"], "interrupted");
         assert!(meeting.files().is_empty());
     }
-}
-
-/// Each step takes longer than the peer's timeout: the start of a device, or sixteen copies of 2 MiB. The side that works sends `busy`.
-#[test]
-fn slow_steps_send_busy() {
-    let copies = ["cuMemcpyDtoH_v2:200", "cuMemcpyHtoD_v2:200"];
-    let slow = |run: Run, calls: &str| run.env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", calls).start();
-    let options = ["--size", "32M", "--round-trip", "--verify", "host"];
-    thread::scope(|scope| {
-        for calls in [copies[0], copies[1], "cuDevicePrimaryCtxRetain:3000"] {
-            scope.spawn(move || {
-                let meeting = Meeting::fake();
-                // The consumer is there before the producer, which waits 2 s for it.
-                let mut consumer = slow(meeting.consumer(&["--verify", "host"]), calls);
-                consumer.until("waiting");
-                meeting
-                    .producer(&[&options[..], &["--timeout", "2s"]].concat())
-                    .env("FAKECUDA_DEVICES", "2")
-                    .end()
-                    .code(0);
-                consumer.end().code(0);
-            });
-        }
-        for calls in copies {
-            scope.spawn(move || {
-                let meeting = Meeting::fake();
-                let producer = slow(meeting.producer(&[&options[..], &["--consumers", "2"]].concat()), calls);
-                wait_for("the socket", || meeting.socket().exists());
-                // The producer fills its buffer again for the second consumer.
-                for _ in 0..2 {
-                    let consumer = meeting.consumer(&["--verify", "host", "--timeout", "2s"]);
-                    consumer.env("FAKECUDA_DEVICES", "2").end().code(0);
-                }
-                producer.end().code(0);
-            });
-        }
-    });
 }

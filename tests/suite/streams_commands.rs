@@ -229,31 +229,6 @@ fn wrong_options_are_one_sentence() {
     run.end().code(4).says("no broker on").says("name its socket with --socket");
 }
 
-#[test]
-fn results_have_lines_for_people() {
-    let meeting = Meeting::host();
-    let run = |command: &str, options: &[&str]| {
-        let mut run = meeting.bare("vmmfd");
-        run.command.args([command, "--backend", "host", "--at"]).arg(meeting.socket()).args(options);
-        run.start()
-    };
-    let mut publishing = run("pub", &["--size", "1MiB", "--count", "9", "--subscribers", "1", "--every", "10m"]);
-    publishing.until("publishing");
-    let sub = run("sub", &["--policy", "every"]).end();
-    let lines: Vec<&str> = sub.code(0).stdout.lines().collect();
-    assert_eq!(lines[0], format!("sub       subscribed  1 MiB of pid {}, every, host", publishing.pid()));
-    assert!(
-        lines[1].starts_with("received    9, ") && lines[1].ends_with(" per second, 0 skipped, 0 torn"),
-        "{lines:?}"
-    );
-    assert!(lines[2].starts_with("latency     ") && lines.len() == 3, "{lines:?}");
-    let ended = publishing.end();
-    let lines: Vec<&str> = ended.code(0).stdout.lines().collect();
-    assert!(lines[0].starts_with("pub       publishing  1 MiB, 200 per second, host memory "), "{lines:?}");
-    assert!(lines[1].starts_with("published   9, ") && lines[2].starts_with("late        "), "{lines:?}");
-    assert!(lines[4].contains(", every: 9 delivered, 0 skipped") && lines.len() == 5, "{lines:?}");
-}
-
 /// `VMMFD_TEST_STREAM=60` for a minute with buffers of 8 MiB: `make test-streams`. Prints how late the publisher was; only the counts are
 /// asserted.
 fn stalled_subscribers_delay_nobody(meeting: Meeting) {

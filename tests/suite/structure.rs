@@ -1,4 +1,4 @@
-//! The structure of the sources: allowed dependencies between the library's folders, and limits for files and functions.
+//! The structure of the sources: allowed dependencies between the folders of the library.
 
 use std::{
     collections::BTreeMap,
@@ -29,9 +29,6 @@ const LAYERS: [(&str, &[&str]); 16] = [
 
 /// Only `driver` may name these paths: users of a driver do not know its backend.
 const BACKENDS: [&str; 2] = ["driver::cuda", "driver::host"];
-
-/// The folders of the Rust and Python sources.
-const SOURCES: [&str; 7] = ["src", "bin", "capi", "examples", "python", "scripts", "tests"];
 
 /// The source of a file without its comments and unit tests.
 fn code(text: &str) -> String {
@@ -82,20 +79,6 @@ fn below(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     files
 }
 
-/// The texts of all sources, with their paths.
-fn sources(extensions: &[&str]) -> Vec<(String, String)> {
-    let root = root();
-    let paths = SOURCES.iter().flat_map(|folder| below(&root.join(folder), extensions));
-    let texts = paths.map(|path| {
-        let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
-        let text = fs::read_to_string(&path).unwrap();
-        (name, text)
-    });
-    let texts: Vec<_> = texts.collect();
-    assert!(texts.len() > 300, "{}", texts.len());
-    texts
-}
-
 #[track_caller]
 fn assert_none(problems: &[String]) {
     assert!(problems.is_empty(), "\n{}", problems.join("\n"));
@@ -124,48 +107,5 @@ fn files_use_only_lower_layers() {
         }
     }
     assert!(seen > 500, "{seen}");
-    assert_none(&problems);
-}
-
-#[test]
-fn long_files_give_a_reason() {
-    let mut problems = Vec::new();
-    for (name, text) in sources(&["rs", "py"]) {
-        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-        let is_code = |line: &&str| !line.is_empty() && !line.starts_with("//") && !line.starts_with('#');
-        let lines = code.lines().map(str::trim).filter(is_code).count();
-        if lines > 500 && !text.lines().take(12).any(|line| line.contains("500 lines")) {
-            problems.push(format!(
-                "{name}: {lines} lines: split it, or say in its first lines why it has more than 500 lines"
-            ));
-        }
-    }
-    assert_none(&problems);
-}
-
-#[test]
-fn functions_have_at_most_80_lines() {
-    let mut problems = Vec::new();
-    for (name, text) in sources(&["rs"]) {
-        let lines: Vec<&str> = text.lines().collect();
-        for (at, line) in lines.iter().enumerate() {
-            let indent = &line[..line.len() - line.trim_start().len()];
-            let words: Vec<&str> = line
-                .split_whitespace()
-                .filter(|word| *word != "\"C\"")
-                .take_while(|word| !word.contains('"'))
-                .collect();
-            // Not comments, and no function of a macro, which the macro's users write.
-            let is_declared = !line.trim_start().starts_with("//") && !line.contains('$');
-            let is_function = is_declared
-                && words.iter().take(5).any(|word| *word == "fn")
-                && line.trim_end().ends_with(['{', '(', '>']);
-            let end = format!("{indent}}}");
-            let length = lines[at..].iter().position(|line| *line == end).map_or(0, |length| length + 1);
-            if is_function && length > 80 {
-                problems.push(format!("{name}:{}: a function of {length} lines, and at most 80 are allowed", at + 1));
-            }
-        }
-    }
     assert_none(&problems);
 }

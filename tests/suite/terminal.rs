@@ -122,19 +122,6 @@ impl Shown {
         })
     }
 
-    /// Returns the rows that the terminal broke, and not the command.
-    fn broken(&self) -> Vec<String> {
-        let mut terminal = vt100::Parser::new(dimension(self.size.0), dimension(self.size.1), 0);
-        terminal.process(&self.bytes);
-        let screen = terminal.screen();
-        screen
-            .rows(0, self.size.1)
-            .enumerate()
-            .filter(|(row, _)| screen.row_wrapped(*row as u16))
-            .map(|(_, row)| row)
-            .collect()
-    }
-
     /// Returns the text of every bar that was drawn.
     fn bars(&self) -> Vec<String> {
         let text = self.text();
@@ -146,20 +133,6 @@ impl Shown {
 /// Reports whether a row is a bar: only bars contain a rate.
 fn is_bar(row: &str) -> bool {
     row.contains("B/s ") || row.contains('█') || row.contains('░')
-}
-
-#[test]
-fn short_transfer_shows_no_bar() {
-    let meeting = Meeting::host();
-    let producer = on_terminal(meeting.producer(&["--round-trip"]).env("NO_COLOR", "1"), 40);
-    let consumer = on_terminal(meeting.consumer(&[]).env("NO_COLOR", "1"), 40);
-    for shown in [producer.end(), consumer.end()] {
-        assert_eq!(shown.code, Some(0), "{}", shown.text());
-        assert!(shown.bars().is_empty() && !shown.text().contains("0 B"), "{:?}", shown.text());
-        assert!(shown.screen().concat().contains("verified"), "{:?}", shown.screen());
-        // Only lines are printed, and lines need no escape sequence.
-        assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
-    }
 }
 
 #[test]
@@ -285,76 +258,6 @@ fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
 }
 
 #[test]
-fn doctor_and_bench_show_progress() {
-    let meeting = Meeting::fake();
-    let mut bench = meeting.bare("vmmfd");
-    bench.command.args(["bench", "handoff", "--count", "3", "--size", "2MiB"]).env("TMPDIR", meeting.folder());
-    // Slow enough for a bar.
-    let slow = |run: Run, call: &str| run.env("FAKECUDA_SLOW", format!("{call}:300"));
-    let tools = [
-        (slow(doctor(&meeting, &[]), "cuMemImportFromShareableHandle"), "device 0: round-trip"),
-        (slow(bench, "cuMemSetAccess"), "handing over 2 MiB"),
-    ];
-    for (run, words) in tools {
-        let shown = on_terminal(run, 100).end();
-        assert_eq!(shown.code, Some(0), "{}", shown.text());
-        assert!(shown.text().contains(words), "{:?}", shown.text());
-        let screen = shown.screen();
-        assert!(!screen.iter().any(|row| row.contains(words)), "{screen:?}");
-        assert!(screen[0].starts_with("vmmfd "), "{screen:?}");
-    }
-    let quiet = on_terminal(doctor(&meeting, &["-q"]), 100).end();
-    assert!(
-        !quiet.text().contains("device 0: round-trip") && !quiet.text().contains("\u{1b}[2K"),
-        "{:?}",
-        quiet.text()
-    );
-}
-
-#[test]
-fn streams_show_their_state() {
-    let meeting = Meeting::host();
-    let run = |command: &str| {
-        let mut run = meeting.bare("vmmfd");
-        run.command.args([command, "--backend", "host", "--at"]).arg(meeting.socket());
-        run
-    };
-    let mut publisher = run("pub");
-    publisher.command.args(["--size", "64KiB"]);
-    let mut publisher = on_terminal(publisher, 60);
-    publisher.until("publishing");
-    let mut subscriber = on_terminal(run("sub"), 60);
-    subscriber.until(" per second, 0 skipped");
-    publisher.until(", to 1 subscriber");
-    publisher.interrupt();
-    for (shown, words) in [(publisher.end(), "published   "), (subscriber.end(), "received    ")] {
-        assert_eq!(shown.code, Some(0), "{}", shown.text());
-        let screen = shown.screen();
-        assert!(screen.iter().any(|row| row.starts_with(words)), "{screen:?}");
-        // The line is gone.
-        assert!(!screen.iter().any(|row| row.contains(", to 1 ") || row.contains("received,")), "{screen:?}");
-        assert_eq!(shown.broken(), [""; 0]);
-    }
-}
-
-#[test]
-fn interrupted_doctor_clears_its_progress() {
-    let meeting = Meeting::fake();
-    let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuMemPoolCreate:60000");
-    let mut doctor = on_terminal(run, 80);
-    doctor.until("device 0: pool");
-    // The spinner turns while the command waits.
-    let length = || doctor.seen.lock().unwrap().len();
-    let drawn = length();
-    wait_for("the next picture of the spinner", || length() > drawn);
-    doctor.interrupt();
-    let shown = doctor.end();
-    assert_eq!(shown.code, Some(130), "{}", shown.text());
-    let screen = shown.screen();
-    assert!(!screen.iter().any(|row| row.contains("device 0")), "{screen:?}");
-}
-
-#[test]
 fn colours_follow_terminal_and_environment() {
     let meeting = Meeting::host();
     let probes = ["--only", "memory"];
@@ -386,80 +289,6 @@ fn colours_follow_terminal_and_environment() {
         server.end().text().contains("\u{1b}[32mINFO\u{1b}[0m")
     };
     assert!(level("xterm") && !level("dumb"));
-}
-
-#[test]
-fn logs_on_terminals_have_short_lines() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&[]);
-    let shown = on_terminal(meeting.consumer(&["-v"]).env("NO_COLOR", "1"), 80).end();
-    producer.end().code(0);
-    let screen = shown.screen();
-    assert!(screen.iter().any(|row| row.starts_with("DEBUG received kind=")), "{screen:?}");
-    assert!(screen.iter().all(|row| row.starts_with(|c: char| c.is_ascii_alphabetic())), "{screen:?}");
-}
-
-/// Runs each command on a terminal: the broker, its clients, and the tools.
-fn each_command(columns: u16, locale: &str) -> Vec<(String, Shown)> {
-    let meeting = Meeting::host();
-    let folder = meeting.folder();
-    std::fs::write(folder.join("file"), vec![7; 5_000_003]).unwrap();
-    let file = folder.join("file").to_str().unwrap().to_owned();
-    let mut shown = Vec::new();
-    let mut end = |run: Run, code: i32| {
-        let name = format!("{:?}", run.command.get_args().next());
-        let ended = on_terminal(run.env("LC_ALL", locale), columns).end();
-        assert_eq!(ended.code, Some(code), "{name}: {}", ended.text());
-        shown.push((name, ended));
-    };
-    let mut server = on_terminal(vmmfd(&meeting, &["serve"]).env("LC_ALL", locale), columns);
-    server.until("listening");
-    let client = |arguments: &[&str]| vmmfd(&meeting, arguments);
-    end(client(&["put", "models/llama/tokenizer", "--backend", "host", "--digest", "--from", &file]), 0);
-    end(client(&["put", "models/llama/weights", "--meta", r#"{"engine": "a long name"}"#, "--from", &file]), 0);
-    end(client(&["get", "models/llama/tokenizer", "-q"]), 0);
-    end(client(&["get", "models/llama/weights"]), 0);
-    for arguments in [&["ls"][..], &["ls", "-l"], &["who"], &["status"], &["stat", "models/llama/weights"]] {
-        end(client(arguments), 0);
-    }
-    end(client(&["rm", "--prefix", "models/llama/", "--dry-run"]), 0);
-    // Errors and their hints.
-    end(client(&["get", "models/another/name/that/nobody/put"]), 1);
-    end(client(&["put", "models/llama/weights", "--from", &file, "--chunk", "a-size-without-digits"]), 2);
-    let tool = |arguments: &[&str]| {
-        let mut run = meeting.bare("vmmfd");
-        run.command.args(arguments).env("TMPDIR", folder);
-        run
-    };
-    end(tool(&["devices", "--backend", "host"]), 0);
-    end(tool(&["doctor", "--backend", "host", "--only", "memory,dma-buf,attributes,persistence"]), 1);
-    end(tool(&["bench", "handoff", "--count", "25", "--size", "2MiB", "--backend", "host"]), 0);
-    server.interrupt();
-    shown.push(("serve".to_owned(), server.end()));
-    shown
-}
-
-#[test]
-fn no_command_breaks_words() {
-    for columns in [60, 80, 120] {
-        for (name, shown) in each_command(columns, "C.UTF-8") {
-            assert_eq!(shown.broken(), [""; 0], "{name} at {columns} columns: {:#?}", shown.screen());
-        }
-    }
-}
-
-#[test]
-fn other_locales_show_ascii() {
-    for (name, shown) in each_command(80, "C") {
-        assert!(shown.text().is_ascii(), "{name}: {}", shown.text());
-    }
-    let meeting = Meeting::fake();
-    let run = meeting.producer(&["--size", "24MiB", "--verify", "host"]);
-    let mut producer = on_terminal(run.env("LC_ALL", "C").env("FAKECUDA_SLOW", SLOW), 80);
-    producer.until("shared");
-    meeting.consumer(&[]).end().code(0);
-    let shown = producer.end();
-    assert!(shown.text().contains("##") && shown.text().is_ascii(), "{}", shown.text());
 }
 
 fn dimension(cells: u16) -> std::num::NonZero<u16> {

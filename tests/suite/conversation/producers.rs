@@ -50,26 +50,6 @@ fn missing_reply_fails_both_sides() {
 }
 
 #[test]
-fn mismatch_fails_the_producer() {
-    let first = Some(Mismatch { index: 1, expected: 2, found: 3 });
-    // Whatever the figures.
-    for (words, mismatches, first, says) in [
-        (2, 1, first, "1 wrong, the first at word 1"),
-        (2, 1, None, "did not verify"),
-        (0, 0, None, "did not verify"),
-        (u64::MAX, 0, None, "did not verify"),
-    ] {
-        let meeting = Meeting::host();
-        let producer = meeting.listening(&["--size", "8"]);
-        let (mut channel, _) = borrow(&meeting);
-        channel.send(&result(false, words, mismatches, first), &[]).unwrap();
-        answer(&mut channel);
-        channel.finish(PATIENCE);
-        producer.end().code(1).says(says);
-    }
-}
-
-#[test]
 fn dead_consumer_is_one_failed_consumer() {
     for stage in 0..3 {
         let meeting = Meeting::host();
@@ -202,18 +182,6 @@ fn late_consumer_leaves_producer_at_timeout() {
         drop(socket);
         producer.end().code(4);
     }
-}
-
-#[test]
-fn next_wait_begins_after_last_consumer() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&["--timeout", "2s", "--consumers", "2", "--size", "4"]);
-    thread::sleep(Duration::from_millis(500));
-    let (mut channel, _) = borrow(&meeting);
-    report(&mut channel, &good(1));
-    channel.finish(PATIENCE);
-    let ended = producer.end();
-    assert!(ended.code(4).took >= Duration::from_millis(2500), "{:?}", ended.took);
 }
 
 #[test]

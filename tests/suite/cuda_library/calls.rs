@@ -119,18 +119,6 @@ fn unknown_addresses_never_reach_the_driver() {
 }
 
 #[test]
-fn pointer_imported_twice_is_freed_once() {
-    let (fake, driver) = loaded(Copy::new());
-    let pools = driver.pools().unwrap();
-    let (_, imported, data) = exported_pointer(pools);
-    let pointer = [(); 3].map(|()| pools.import_pointer(imported, 0, &data).unwrap())[0];
-    for freed in [0, 0, 1] {
-        pools.free(0, pointer).unwrap();
-        assert_eq!(fake.calls("cuMemFreeAsync"), freed);
-    }
-}
-
-#[test]
 fn partly_failed_call_frees_its_memory() {
     let (fake, driver) = loaded(Copy::new());
     let pools = driver.pools().unwrap();
@@ -241,32 +229,6 @@ fn failure_of_any_function_leaves_nothing() {
 }
 
 #[test]
-fn out_of_memory_names_both_figures() {
-    let fake = Copy::new().load();
-    fake.set("FAKECUDA_FREE", &(6u64 << 20).to_string());
-    let subject = Subject::of(fake);
-    let device = subject.device();
-    let held = Allocation::create(&device, 4 << 20).unwrap();
-    match Allocation::create(&device, (2 << 20) + 1) {
-        Err(Error::Memory(MemoryError::OutOfMemory { size, free, .. })) => assert_eq!((size, free), (4 << 20, 2 << 20)),
-        other => panic!("{other:?}"),
-    }
-    drop(held);
-    Allocation::create(&device, (2 << 20) + 1).unwrap();
-    // Legacy memory counts too.
-    let legacy = subject.verbs.legacy().unwrap();
-    let address = legacy.allocate(0, 4 << 20).unwrap();
-    assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
-    let answer = Allocation::create(&device, 4 << 20);
-    assert!(
-        matches!(answer, Err(Error::Memory(MemoryError::OutOfMemory { free, .. })) if free == 2 << 20),
-        "{answer:?}"
-    );
-    legacy.deallocate(0, address).unwrap();
-    Allocation::create(&device, 4 << 20).unwrap();
-}
-
-#[test]
 fn imported_memory_has_the_importers_ordinal() {
     let (_fake, both) = two_devices();
     assert_ne!(both.device_uuid(0).unwrap(), both.device_uuid(1).unwrap());
@@ -300,20 +262,4 @@ fn access_is_for_one_device() {
     assert_eq!(&bytes, b"yes");
     assert_eq!(code(driver.copy_in(0, address, b"no")), code::INVALID_VALUE);
     driver.copy_in(1, address, b"and").unwrap();
-}
-
-#[test]
-fn fork_cannot_load_the_parents_driver() {
-    let (fake, driver) = loaded(Copy::new());
-    driver.activate(0).unwrap();
-    let (parent, before) = (process::id(), fake.calls(""));
-    let mut driver = Some(driver);
-    in_fork(|| {
-        let again = CudaDriver::load_from(fake.path());
-        let told = matches!(again, Err(Error::Forked { initialised_by, pid })
-            if initialised_by == parent && pid == process::id());
-        drop(driver.take());
-        told && fake.calls("") == before
-    });
-    driver.unwrap().synchronize(0).unwrap();
 }

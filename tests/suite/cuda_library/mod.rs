@@ -1,14 +1,6 @@
 //! Finding and loading the CUDA driver library, and handling its results.
 
-use std::{
-    env,
-    error::Error as _,
-    fs,
-    os::fd::AsFd,
-    path::Path,
-    process::{self, Command},
-    sync::Arc,
-};
+use std::{env, error::Error as _, fs, os::fd::AsFd, path::Path, process::Command, sync::Arc};
 
 use vmmfd::{
     Error,
@@ -17,14 +9,14 @@ use vmmfd::{
         Access::{ReadOnly, ReadWrite},
         Attribute, Backend, Choice, code,
     },
-    error::{ErrorKind, LoadError, MemoryError},
+    error::{ErrorKind, LoadError},
     internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, PoolHandle, Pools, Verbs},
     memory::{Allocation, Device, Mapping, Region},
 };
 use vmmfd_cli::check::pattern::{self, Pattern};
 
 use crate::running::hide_driver;
-use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
+use crate::support::{Copy, EXPORTABLE, Fake, code, in_child};
 
 mod calls;
 mod loading;

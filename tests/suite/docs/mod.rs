@@ -7,7 +7,6 @@ mod generated;
 mod links;
 mod named;
 mod output;
-mod reader;
 mod shell;
 
 use std::{

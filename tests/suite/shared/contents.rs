@@ -9,7 +9,6 @@ cases! {
     mirror_turns_to_another_range,
     cpu_and_device_share_host_memory,
     views_keep_the_memory,
-    elements_follow_the_descriptor,
     ]
     gpus alone: [
     failed_write_back_is_reported,
@@ -147,41 +146,6 @@ fn views_keep_the_memory(subject: Subject) {
         assert_eq!(block.element(&[1, 1]).unwrap(), 15u32.to_le_bytes());
         assert!(matches!(block.element(&[2, 0]), Err(Error::Memory(MemoryError::Array { .. }))));
         assert!(matches!(block.index(2, 0), Err(Error::Memory(MemoryError::Array { .. }))));
-    }
-}
-
-fn elements_follow_the_descriptor(subject: Subject) {
-    let shared = Shared::create(&subject.device(), spec(64)).unwrap();
-    let values: Vec<u8> = [1.5f32, -2.0, 0.25, 8.0].iter().flat_map(|value| value.to_le_bytes()).collect();
-    shared.copy_in(8, &values).unwrap();
-    let array = |shape: &[u64], strides: Option<Vec<i64>>, offset| {
-        let descriptor = ArrayDescriptor { dtype: ElementType::F32, shape: shape.to_vec(), strides, offset };
-        let (handle, fds) = ArrayHandle::of(&shared, descriptor)?;
-        handle.open(&subject.driver, None, fds, ReadOnly)
-    };
-    assert_eq!(array(&[2, 2], None, 8).unwrap().first(9).unwrap(), ["1.5", "-2.0", "0.25", "8.0"]);
-    assert_eq!(array(&[2, 2], Some(vec![4, 8]), 8).unwrap().first(9).unwrap(), ["1.5", "0.25", "-2.0", "8.0"]);
-    assert_eq!(array(&[3], Some(vec![-4]), 16).unwrap().first(9).unwrap(), ["0.25", "-2.0", "1.5"]);
-    assert_eq!(array(&[u64::MAX >> 1], Some(vec![0]), 8).unwrap().first(2).unwrap(), ["1.5", "1.5"], "a broadcast");
-    let nothing = array(&[0, 7], None, 64).unwrap();
-    assert_eq!((nothing.first(3).unwrap().len(), nothing.interface().unwrap().data.0), (0, 0), "null where nothing is");
-    for (shape, strides, offset) in [
-        (vec![17], None, 0),
-        (vec![16], None, 1),
-        (vec![2], Some(vec![-4]), 3),
-        (vec![2], Some(vec![61]), 0),
-        (vec![1 << 62], None, 0),
-        (vec![2], Some(vec![i64::MIN]), u64::MAX),
-        (vec![2, 2], Some(vec![4]), 0),
-    ] {
-        let refused = array(&shape, strides, offset);
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Memory(MemoryError::Array { .. }) | Error::Memory(MemoryError::OutOfRange { .. }))
-            ),
-            "{shape:?} {offset}"
-        );
     }
 }
 

@@ -8,12 +8,10 @@ cases! {
     part_is_the_covering_chunks,
     padding_is_cleared_and_unreachable,
     forwarded_handle_outlives_all_others,
-    threads_open_one_handle_at_once,
     false_description_leaves_nothing,
     invalid_handles_are_refused_unparsed,
     unsupported_memory_is_refused,
     sealed_memory_is_read_only,
-    unsealed_spec_cannot_be_sealed,
     failure_at_any_call_leaves_nothing,
     impossible_size_reserves_no_addresses,
     ]
@@ -146,22 +144,6 @@ fn forwarded_handle_outlives_all_others(subject: Subject) {
     drop(b);
     let c = handle.open(&subject.driver, None, passed_on, ReadOnly).unwrap();
     assert_eq!(read(&**c.memory(), unit - 2, 7), b"from AB");
-}
-
-fn threads_open_one_handle_at_once(subject: Subject) {
-    for &mechanism in mechanisms(&subject) {
-        let shared = Shared::create(&subject.device(), by(mechanism, 4096)).unwrap();
-        shared.copy_in(0, &[7; 4096]).unwrap();
-        thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..8 {
-                        assert_eq!(read(&**open(&subject, &shared, ReadOnly).memory(), 0, 4096), [7; 4096]);
-                    }
-                });
-            }
-        });
-    }
 }
 
 fn false_description_leaves_nothing(subject: Subject) {
@@ -305,13 +287,6 @@ fn sealed_memory_is_read_only(subject: Subject) {
         let mirror = Mirror::of(&**array.memory(), unit, 3).unwrap();
         assert_eq!((mirror.bytes(), mirror.is_direct()), (Some(&b"nal"[..]), enforced));
     }
-}
-
-fn unsealed_spec_cannot_be_sealed(subject: Subject) {
-    let shared = Shared::create(&subject.device(), spec(100)).unwrap();
-    shared.copy_in(0, b"there").unwrap();
-    assert!(matches!(shared.seal(), Err(Error::Misuse { .. })));
-    assert_eq!((shared.access(), read(&shared, 0, 5)), (ReadWrite, b"there".into()));
 }
 
 fn failure_at_any_call_leaves_nothing(subject: Subject) {
