@@ -1,7 +1,6 @@
 //! `vmmfd doctor` as a user runs it: the report is complete after any failure, its verdict is correct, and it explains the failure.
 
 use std::{
-    collections::BTreeSet,
     fs,
     os::unix::{fs::PermissionsExt, net::UnixListener},
     path::Path,
@@ -216,27 +215,6 @@ fn report_is_whole_after_any_failure() {
 fn calls(log: &Path) -> Vec<(String, String)> {
     let log = fs::read_to_string(log).unwrap_or_default();
     log.lines().filter_map(|line| line.split_once(' ')).map(|(pid, name)| (pid.to_owned(), name.to_owned())).collect()
-}
-
-#[test]
-fn exporter_is_gone_before_the_import() {
-    let meeting = Meeting::fake();
-    let log = meeting.folder().join("calls");
-    let slow = format!("cuMemImportFromShareableHandle:{HANGS}");
-    let importing = only(&meeting, "held-descriptor", &[(SLOW, &slow)]).env("FAKECUDA_LOG", &log).start();
-    let by = |call: &str| calls(&log).into_iter().find(|(_, name)| name == call).map(|(pid, _)| pid);
-    wait_for("the import", || by("cuMemImportFromShareableHandle").is_some());
-    let alive = |call: &str| fs::exists(format!("/proc/{}", by(call).unwrap())).unwrap();
-    assert!(alive("cuMemImportFromShareableHandle") && !alive("cuMemExportToShareableHandle"));
-    // The processes of the probe `driver`, of the maker and of the importer: the holder makes no driver call.
-    let calls = calls(&log);
-    assert_eq!(calls.iter().map(|(pid, _)| pid).collect::<BTreeSet<_>>().len(), 3, "{calls:?}");
-    drop(importing);
-    // The probe needs a process without the driver.
-    let library = meeting.driver_folder().unwrap().join("libcuda.so.1");
-    let report = only(&meeting, "held-descriptor", &[]).env("LD_PRELOAD", library).end().code(1).json();
-    let found = finding(&report, "held-descriptor");
-    assert!(found["status"] == "skipped" && found["meaning"].to_string().contains("libcuda.so.1"), "{found}");
 }
 
 /// Probes that fail in one run, the calls that fail on either side, and their error.

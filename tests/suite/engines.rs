@@ -2,51 +2,18 @@
 
 use serde_json::{Value, json};
 
-use crate::running::{Ended, Meeting};
+use crate::running::Meeting;
 
 cases! {
-    on crate::running::Meeting; every backend: [
-    small_buffers_default_to_the_host,
-    ]
-    gpus alone: [
-    forced_engine_is_reported,
+    on crate::running::Meeting; gpus alone: [
     engines_of_both_sides_may_differ,
     ]
-}
-
-#[track_caller]
-fn line<'a>(ended: &'a Ended, step: &str) -> &'a str {
-    let line = ended.stdout.lines().find(|line| line.split_whitespace().next() == Some(step));
-    line.unwrap_or_else(|| panic!("no {step}: {}", ended.stdout))
 }
 
 /// The engine of each step that reports one.
 fn by(report: &Value) -> Vec<(&str, &str)> {
     let steps = report["steps"].as_array().unwrap().iter();
     steps.filter_map(|step| Some((step["name"].as_str()?, step.get("by")?.as_str()?))).collect()
-}
-
-fn small_buffers_default_to_the_host(meeting: Meeting) {
-    for options in [&["--json"][..], &["--json", "--verify", "auto"]] {
-        let (producer, consumer) = meeting.pair(options, options);
-        assert_eq!(by(&producer.code(0).json()), [("fill", "host")]);
-        assert_eq!(by(&consumer.code(0).json()), [("verify", "host")]);
-        assert_eq!((producer.stderr, consumer.stderr), (String::new(), String::new()));
-    }
-}
-
-fn forced_engine_is_reported(meeting: Meeting) {
-    for (engine, place) in [("host", ", on the CPU ("), ("gpu", ", on the GPU at ")] {
-        let options = ["--verify", engine, "-v"];
-        let (producer, consumer) = meeting.pair(&options, &options);
-        for (ended, step) in [(&producer, "fill"), (&consumer, "verify")] {
-            let line = line(ended.code(0), step);
-            let (_, speed) = line.split_once(place).unwrap_or_else(|| panic!("{line}"));
-            let unit = speed.split_whitespace().nth(1).unwrap();
-            assert!(engine == "host" || ["GB/s", "TB/s"].contains(&unit), "{line}");
-        }
-        assert!(line(&consumer, "verify").contains("262144 words, 0 wrong, "), "{}", consumer.stdout);
-    }
 }
 
 fn engines_of_both_sides_may_differ(meeting: Meeting) {

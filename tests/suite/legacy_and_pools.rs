@@ -37,12 +37,10 @@ cases! {
     legacy_handle_needs_whole_legacy_allocation,
     invalid_or_own_legacy_handle_is_refused,
     legacy_opens_are_counted,
-    freed_legacy_memory_stays_open,
     open_legacy_memory_outlives_its_owner,
     pool_is_destroyed_after_its_memory,
     pool_descriptor_is_cloexec,
     other_descriptors_are_refused,
-    pool_import_in_same_process_works,
     pointer_import_needs_its_own_bytes,
     pointer_imported_twice_is_freed_twice,
     imported_pool_memory_outlives_its_exporter,
@@ -245,22 +243,6 @@ fn legacy_opens_are_counted(mut subject: Subject) {
     });
 }
 
-fn freed_legacy_memory_stays_open(mut subject: Subject) {
-    subject.alone();
-    let test = "freed_legacy_memory_stays_open";
-    with_owner(&subject, test, legacy_owner, |wire| {
-        let legacy = legacy(&subject);
-        let handle: [u8; 64] = wire.hear();
-        let address = legacy.open(0, &handle).unwrap();
-        wire.say(b"f");
-        assert_eq!(&wire.hear(), b".");
-        assert_eq!(&read(&subject, address), b"from its owner");
-        legacy.close(0, address).unwrap();
-        assert_eq!(code(legacy.open(0, &handle)), INVALID, "opened after it was freed");
-        wire.say(b"x");
-    });
-}
-
 fn open_legacy_memory_outlives_its_owner(mut subject: Subject) {
     subject.alone();
     let test = "open_legacy_memory_outlives_its_owner";
@@ -385,29 +367,6 @@ fn other_descriptors_are_refused(subject: Subject) {
     let pool = pools.create(0).unwrap();
     let exported = pools.export(pool).unwrap();
     assert_eq!(code(driver.import(exported.as_fd(), unit)), code::NOT_SUPPORTED, "a pool as memory");
-    pools.destroy(pool).unwrap();
-}
-
-fn pool_import_in_same_process_works(subject: Subject) {
-    let pools = pools(&subject);
-    let pool = pools.create(0).unwrap();
-    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
-    assert_ne!(imported, pool);
-    let [one, two] = [1000, 2000].map(|size| pools.allocate(pool, 0, size).unwrap());
-    write(&subject, one, b"the first");
-    write(&subject, two, b"the second");
-    let [near, far] = [one, two].map(|address| {
-        let data = pools.export_pointer(0, address).unwrap();
-        pools.import_pointer(imported, 0, &data).unwrap()
-    });
-    assert!(![one, two].contains(&near) && ![one, two].contains(&far));
-    assert_eq!((&read(&subject, near), &read(&subject, far)), (b"the first", b"the second"));
-    assert_eq!(subject.verbs.extent(0, near).unwrap(), (near, 1000));
-    assert_eq!(subject.verbs.extent(0, far + 1999).unwrap(), (far, 2000));
-    write(&subject, far, b"from there");
-    assert_eq!(&read(&subject, two), b"from there");
-    [one, two, near, far].into_iter().for_each(|address| pools.free(0, address).unwrap());
-    pools.destroy(imported).unwrap();
     pools.destroy(pool).unwrap();
 }
 

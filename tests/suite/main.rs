@@ -49,7 +49,6 @@ mod launch;
 mod legacy_and_pools;
 mod logs;
 mod options;
-mod pages;
 mod public_api;
 mod ranges;
 mod rdma;

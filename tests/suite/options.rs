@@ -27,7 +27,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::DataVerifier;
 
-use crate::running::{Meeting, hide_driver, wait_for};
+use crate::running::{Meeting, hide_driver};
 
 fn host() -> Meeting {
     Meeting::host()
@@ -358,20 +358,5 @@ fn stopped_reader_blocks_no_signal() {
         let ended = running.end();
         ended.code(143);
         drop(reader);
-    }
-}
-
-#[test]
-fn two_signals_leave_a_complete_report() {
-    let meeting = host();
-    for _ in 0..4 {
-        let running = meeting.producer(&["--json"]).start();
-        wait_for("the socket", || meeting.socket().exists());
-        running.signal(Signal::SIGINT);
-        running.signal(Signal::SIGTERM);
-        let ended = running.end();
-        assert!(matches!(ended.status.code(), Some(130 | 143)), "{:?}", ended.status);
-        assert_eq!(ended.json()["error"]["kind"], "interrupted");
-        assert!(meeting.files().is_empty());
     }
 }

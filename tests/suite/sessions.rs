@@ -16,7 +16,7 @@ use vmmfd::{
     Error, Result,
     channel::{Channel, Listener},
     driver::{Access, Backend, Choice, Driver, open},
-    error::{ErrorCode, PeerError, ProtocolError},
+    error::ProtocolError,
     memory::{Device, Region, Selector, Shared, Spec},
     session::{
         Check, Config, Verdict,
@@ -298,48 +298,6 @@ fn slow_subscriber_sends_busy() {
     }
     publisher.try_loan().unwrap().unwrap().announce(&[]).unwrap();
     assert!(subscriber.receive(Duration::from_secs(30)).unwrap().sample().is_some());
-}
-
-#[test]
-fn other_dialect_is_refused_by_both() {
-    let driver = driver();
-    let config = Config::default();
-    let (ours, theirs) = Channel::socket_pair().unwrap();
-    let device = Device::find(&driver, Selector::default()).unwrap();
-    let publisher = Publisher::create(&device, &PublishOptions::fixed(16, 3), &config).unwrap();
-    publisher.admit(ours).unwrap();
-    let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
-    let refused = consumer.request(&Request::default());
-    assert!(matches!(refused, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, .. }))), "{refused:?}");
-    let (ours, theirs) = Channel::socket_pair().unwrap();
-    let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
-    let options = SubscribeOptions::default();
-    thread::scope(|scope| {
-        let subscriber = scope.spawn(|| Subscriber::over(theirs, &driver, None, &options, &config).map(drop));
-        let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &config, &|_| {});
-        assert!(
-            matches!(&refused, Err(Error::Peer(PeerError::Gone { .. } | PeerError::Reported { .. }))),
-            "{refused:?}"
-        );
-        let refused = subscriber.join().unwrap();
-        assert!(
-            matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, .. }))),
-            "{refused:?}"
-        );
-    });
-    // A consumer that leaves, and a silent consumer.
-    for (leaves, timeout) in [(true, 20_000), (false, 50)] {
-        let (ours, theirs) = Channel::socket_pair().unwrap();
-        let theirs = Some(theirs).filter(|_| !leaves);
-        let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
-        let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &within(timeout), &|_| {});
-        match refused {
-            Err(Error::Peer(PeerError::Gone { .. })) => assert!(leaves),
-            Err(Error::Peer(PeerError::Timeout { .. })) => assert!(!leaves),
-            other => panic!("{other:?}"),
-        }
-        drop(theirs);
-    }
 }
 
 #[test]

@@ -13,12 +13,8 @@ use crate::{
 cases! {
     on crate::running::Meeting;
     every backend: [
-    two_subscribers_end_with_the_publisher,
     count_ends_a_subscriber,
-    history_reaches_a_late_subscriber,
-    killed_subscriber_does_not_end_the_publisher,
     signals_end_both_in_order,
-    dead_publisher_is_a_failed_peer,
     flipped_byte_is_a_torn_buffer,
     stalled_subscribers_delay_nobody,
     topics_outlive_their_publishers,
@@ -68,26 +64,6 @@ fn failed(ended: &Ended, code: i32, kind: &str, words: &str) -> Value {
     report
 }
 
-fn two_subscribers_end_with_the_publisher(meeting: Meeting) {
-    let publishing = publisher(&meeting, &["--count", "60", "--subscribers", "2", "--every", "10m"]);
-    let every = vmmfd(&meeting, "sub", &["--policy", "every", "--held", "2"]).start();
-    let latest = subscriber(&meeting, &["--work", "50ms"]);
-    let (every, latest, report) = (every.end(), latest.end(), publishing.end());
-    let (every, latest, report) = (every.code(0).json(), latest.code(0).json(), report.code(0).json());
-    assert_eq!(counts(&every), [60, 0, 0]);
-    assert_eq!(
-        (&latest["torn"], &latest["error"], &latest["backend"]),
-        (&json!(0), &Value::Null, &json!(meeting.backend()))
-    );
-    assert!(latest["delivered"].as_u64() >= Some(1), "{latest}");
-    assert_eq!((&report["published"], &report["starved"], &report["size"]), (&json!(60), &json!(0), &json!(70001)));
-    for (sub, policy) in [(every, "every"), (latest, "latest")] {
-        let lines = report["subscribers"].as_array().unwrap();
-        let line = lines.iter().find(|line| line["policy"] == policy).unwrap();
-        assert_eq!(line["delivered"], sub["delivered"], "{report}");
-    }
-}
-
 fn count_ends_a_subscriber(meeting: Meeting) {
     let publishing = publisher(&meeting, &[]);
     for (count, options) in [("1", &["--work", "300ms"][..]), ("5", &["--policy", "queue:9"])] {
@@ -101,26 +77,6 @@ fn count_ends_a_subscriber(meeting: Meeting) {
     let lines = report["subscribers"].as_array().unwrap();
     assert!(lines.iter().all(|line| line["state"] == "left"), "{report}");
     assert_eq!((lines.len(), &lines[1]["policy"]), (2, &json!("queue:9")));
-}
-
-fn history_reaches_a_late_subscriber(meeting: Meeting) {
-    // The second buffer would follow after 1000 s.
-    let _publishing = publisher(&meeting, &["--rate", "0.001", "--history", "1"]);
-    for _ in 0..2 {
-        let sub = vmmfd(&meeting, "sub", &["--count", "1", "--history", "1", "--timeout", "60s"]).end();
-        assert_eq!(counts(&sub.code(0).json()), [1, 0, 0]);
-    }
-}
-
-fn killed_subscriber_does_not_end_the_publisher(meeting: Meeting) {
-    let publishing = publisher(&meeting, &[]);
-    let killed = subscriber(&meeting, &["--work", "1h"]);
-    killed.signal(Signal::SIGKILL);
-    drop(killed.end());
-    vmmfd(&meeting, "sub", &["--count", "3"]).end().code(0);
-    publishing.signal(Signal::SIGINT);
-    let report = publishing.end().code(0).json();
-    assert_eq!(report["subscribers"][0]["state"], "lost", "{report}");
 }
 
 fn signals_end_both_in_order(meeting: Meeting) {
@@ -139,15 +95,6 @@ fn signals_end_both_in_order(meeting: Meeting) {
     let report = failed(&publishing.end(), 130, "interrupted", "SIGINT");
     assert_eq!(report["subscribers"].as_array().unwrap().len(), 3);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
-}
-
-fn dead_publisher_is_a_failed_peer(meeting: Meeting) {
-    let publishing = publisher(&meeting, &[]);
-    let sub = subscriber(&meeting, &[]);
-    publishing.signal(Signal::SIGKILL);
-    let words = format!("pid {} ended or closed the connection", publishing.pid());
-    drop(publishing.end());
-    failed(&sub.end(), 4, "peer", &words);
 }
 
 fn flipped_byte_is_a_torn_buffer(meeting: Meeting) {

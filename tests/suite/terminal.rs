@@ -14,10 +14,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::{
-    running::{HANGS, Meeting, Run, Running, wait_for},
-    weights,
-};
+use crate::running::{HANGS, Meeting, Run, wait_for};
 
 /// The delay of each copy in the emulated driver for tests of long transfers, in milliseconds.
 const SLOW: &str = "cuMemcpyHtoD_v2:120";
@@ -175,41 +172,6 @@ fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
     run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
     run
-}
-
-fn serve(meeting: &Meeting) -> Running {
-    let mut server = vmmfd(meeting, &["serve", "--emulated"]).start();
-    server.until("listening");
-    server
-}
-
-#[test]
-fn loading_weights_shows_a_bar() {
-    let meeting = Meeting::fake();
-    let file = meeting.folder().join("w.safetensors");
-    weights::large(&file, 32 << 20);
-    let server = serve(&meeting);
-    let put = vmmfd(&meeting, &["put", "w", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
-    let shown = on_terminal(put.env("FAKECUDA_SLOW", SLOW), 80).end();
-    assert_eq!(shown.code, Some(0), "{}", shown.text());
-    let mut bars = shown.bars();
-    bars.dedup();
-    assert!(bars.len() > 2 && bars.iter().all(|bar| bar.contains("/32.00 MiB")), "{bars:?}");
-    let screen = shown.screen();
-    assert!(screen[0].starts_with("put  ") && !screen.iter().any(|row| is_bar(row)), "{screen:?}");
-    // The bar of a large put shows early, and an interrupt removes it.
-    let large = meeting.folder().join("large");
-    File::create(&large).unwrap().set_len(1 << 30).unwrap();
-    let put = vmmfd(&meeting, &["put", "large", "--backend", "cuda", "--from", large.to_str().unwrap()]);
-    let mut put = on_terminal(put.env("FAKECUDA_SLOW", format!("cuMemcpyHtoD_v2:{HANGS}")), 80);
-    put.until("0 B/1.00 GiB");
-    put.interrupt();
-    let shown = put.end();
-    assert_eq!(shown.code, Some(130), "{}", shown.text());
-    let screen = shown.screen();
-    assert!(!screen.iter().any(|row| is_bar(row)) && screen.last().unwrap().starts_with("error: "), "{screen:?}");
-    server.signal(Signal::SIGTERM);
-    server.end().code(0);
 }
 
 #[test]

@@ -22,7 +22,6 @@ mod root;
 mod run;
 mod schema;
 mod stream;
-mod suggest;
 mod suspend;
 mod values;
 

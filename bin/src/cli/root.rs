@@ -19,7 +19,6 @@ use super::{
     run::{Tool, one_line, run_session, run_tool, usage},
     schema::{SchemaOptions, Schemas},
     stream::{PubOptions, SubOptions},
-    suggest,
     suspend::{ResumeOptions, SuspendOptions},
 };
 use crate::{child, cli::EXIT_CODES, doctor};
@@ -86,7 +85,7 @@ enum Command {
 }
 
 /// The commands in the groups of `--help`.
-const GROUPS: suggest::Groups = [
+const GROUPS: [(&str, &[&str]); 4] = [
     ("Try", &["produce", "consume", PubOptions::NAME, SubOptions::NAME]),
     (
         "Broker",
@@ -186,19 +185,9 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
 
 /// Parses a command line of `vmmfd`.
 fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<(Options, Output), clap::Error> {
-    let matches = matches_of(|| parser("vmmfd"), arguments)?;
+    let matches = without_empty_variables(parser("vmmfd")).try_get_matches_from(arguments)?;
     let options = Options::from_arg_matches(&matches)?;
     Ok((options, output_of(&matches)?))
-}
-
-/// Parses a command line. The error of an unknown word has a suggestion.
-fn matches_of(
-    parser: impl Fn() -> clap::Command,
-    arguments: impl IntoIterator<Item = OsString>,
-) -> Result<clap::ArgMatches, clap::Error> {
-    let arguments: Vec<OsString> = arguments.into_iter().collect();
-    let matches = without_empty_variables(parser()).try_get_matches_from(&arguments);
-    matches.map_err(|error| suggest::improve(error, parser(), &arguments, (&self::parser("vmmfd"), GROUPS)))
 }
 
 /// Makes an empty environment variable count as unset.
@@ -272,7 +261,7 @@ pub fn main() -> ExitCode {
 
 /// The `main` of a command as a separate program.
 pub fn main_of<S: Session + Args>() -> ExitCode {
-    let matches = matches_of(|| parser(S::ROLE), std::env::args_os());
+    let matches = without_empty_variables(parser(S::ROLE)).try_get_matches();
     let parsed = matches.and_then(|matches| Ok((S::from_arg_matches(&matches)?, output_of(&matches)?)));
     match parsed {
         Ok((session, output)) => run_session(session, &output),
@@ -291,8 +280,8 @@ pub fn main_of_tool<T: Tool + Args>(program: &'static str) -> ExitCode {
         };
     }
     let path = format!("vmmfd {}", T::NAME);
-    let parser = || examples::add(standalone::<T>(program), &path, &path).bin_name(&path);
-    let matches = matches_of(parser, std::env::args_os());
+    let parser = examples::add(standalone::<T>(program), &path, &path).bin_name(&path);
+    let matches = without_empty_variables(parser).try_get_matches();
     let parsed = matches.and_then(|matches| Ok((T::from_arg_matches(&matches)?, output_of(&matches)?)));
     match parsed {
         Ok((tool, output)) => run_tool(tool, &output),
@@ -315,17 +304,5 @@ mod tests {
         let commands: Vec<&str> =
             parser.get_subcommands().filter(|sub| !sub.is_hide_set()).map(clap::Command::get_name).collect();
         assert_eq!(commands, names().collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn suggested_names_exist() {
-        let all = parser("vmmfd");
-        for (name, words) in suggest::COMMANDS {
-            assert!(all.find_subcommand(name).is_some(), "{name}");
-            assert!(words.iter().all(|word| all.find_subcommand(word).is_none()), "{words:?}");
-        }
-        for (option, _) in suggest::OPTIONS {
-            assert!(all.get_subcommands().any(|command| suggest::has(command, option)), "{option}");
-        }
     }
 }

@@ -166,25 +166,6 @@ fn mismatch_counts_after_consumer_hangs_up() {
 }
 
 #[test]
-fn late_consumer_leaves_producer_at_timeout() {
-    let meeting = Meeting::host();
-    for delay in 0..10 {
-        let producer = meeting.listening(&["--timeout", "40ms"]);
-        thread::sleep(Duration::from_millis(20 + 4 * delay));
-        let address = SocketAddrUnix::new(meeting.socket()).unwrap();
-        let socket = seqpacket();
-        // The producer may exit before each of these calls.
-        if connect(&socket, &address).is_ok() {
-            for message in [hello(Backend::Host), request("default", None)] {
-                let _ = rustix::net::send(&socket, &message.encode().unwrap(), SendFlags::NOSIGNAL);
-            }
-        }
-        drop(socket);
-        producer.end().code(4);
-    }
-}
-
-#[test]
 fn idle_connections_prolong_no_wait() {
     let meeting = Meeting::host();
     let producer = meeting.listening(&["--timeout", "500ms"]);

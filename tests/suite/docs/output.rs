@@ -2,9 +2,8 @@
 //!
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
-use std::{collections::BTreeSet, fs, os::unix::process::CommandExt};
+use std::{collections::BTreeSet, os::unix::process::CommandExt};
 
-use nix::sys::signal::Signal;
 use serde_json::Value;
 use vmmfd::{
     broker::{Client, Put, PutPart},
@@ -14,7 +13,7 @@ use vmmfd::{
 use super::Page;
 use crate::{
     broker::{filled, until},
-    running::{Ended, Meeting, On, Run, hide_driver},
+    running::{Ended, Meeting, On, hide_driver},
     support::{
         Subject,
         served::{Keeper, Served},
@@ -150,85 +149,5 @@ fn journal_sample_is_logged() {
     assert!(shown.len() >= 3, "{shown:?}");
     for line in shown {
         assert!(logged.contains(&event(line)), "no process logs `{line}`: {logged:#?}");
-    }
-}
-
-/// The errors in the first column of the page's table.
-fn errors_of_the_first_hour(page: &Page) -> Vec<&str> {
-    let (_, section) = page.text.split_once("\n## The first hour\n").unwrap();
-    let (section, _) = section.split_once("\n## ").unwrap();
-    let cells = section.lines().filter_map(|line| Some(line.strip_prefix("| `")?.split_once("` |")?.0));
-    cells.map(|cell| cell.trim_matches(['`', ' '])).collect()
-}
-
-#[test]
-fn first_errors_are_printed() {
-    let place = Meeting::fake();
-    let folder = place.folder();
-    hide_driver(folder);
-    fs::write(folder.join("weights.bin"), vec![1; 8 << 20]).unwrap();
-    let command = |program: &'static str, arguments: &[&str]| {
-        let run = place.bare(program).env("XDG_RUNTIME_DIR", folder).env("VMMFD_SYSTEM_SOCKET", folder.join("none"));
-        let mut run = run.env("VMMFD_BACKEND", "host");
-        run.command.current_dir(folder).args(arguments);
-        run
-    };
-    let vmmfd = |arguments: &[&str]| command("vmmfd", arguments);
-    let mut printed = String::new();
-    let mut fail = |run: Run, code: i32| {
-        let ended = run.end();
-        ended.code(code);
-        printed += &[ended.stdout, ended.stderr].concat();
-    };
-    fail(command("producer", &["--timeout", "1s"]), 4);
-    fail(command("consumer", &["--timeout", "1s"]), 4);
-    fail(command("consumer", &["--backend", "cuda"]).env("LD_LIBRARY_PATH", folder), 3);
-    fail(command("producer", &["--backend", "cuda"]).env("FAKECUDA_DEVICES", "0"), 3);
-    fail(vmmfd(&["ls"]), 4);
-    let mut server = vmmfd(&["serve"]).start();
-    server.until("listening");
-    let put = ["put", "models/demo", "--from", "weights.bin"];
-    let get = ["get", "models/demo", "--to", "copy.bin"];
-    vmmfd(&put).end().code(0);
-    vmmfd(&get).end().code(0);
-    fail(vmmfd(&["serve"]), 5);
-    fail(vmmfd(&put), 1);
-    fail(vmmfd(&get), 2);
-    fail(vmmfd(&["get", "models/dmeo"]), 1);
-    fail(vmmfd(&["put", "a", "--from", "weights.bin", "--chunk", "2MiB"]).with_files(24), 5);
-    server.signal(Signal::SIGTERM);
-    server.end().code(0);
-    // The other rows: errors of other programs, and an error that takes another user.
-    let others = [
-        "error: failed",
-        "error: linker",
-        "error: externally",
-        "The virtual",
-        "ERROR: ",
-        "zsh: ",
-        "error: the process",
-    ];
-    let page = Page::read("docs/diagnose.md");
-    let errors = errors_of_the_first_hour(&page);
-    let (ours, of_others): (Vec<&str>, Vec<&str>) =
-        errors.into_iter().partition(|error| !others.iter().any(|begin| error.starts_with(begin)));
-    assert_eq!((ours.len(), of_others.len()), (11, others.len()));
-    // A command to paste has its own line if it is long.
-    let printed: Vec<String> = printed.replace("type:\n", "type:").lines().map(masked).collect();
-    for error in ours {
-        let begin = masked(error);
-        assert!(printed.iter().any(|line| line.starts_with(&begin)), "no command prints `{begin}`: {printed:#?}");
-    }
-}
-
-#[test]
-fn doctors_report_names_real_probes() {
-    let page = Page::read("docs/diagnose.md");
-    let report = page.block("doctor");
-    let rows = report.iter().filter_map(|line| line.strip_prefix("  ✓ ").or_else(|| line.strip_prefix("  – ")));
-    let shown: Vec<&str> = rows.filter_map(|row| row.split_whitespace().next()).collect();
-    assert!(shown.len() >= 3, "{shown:?}");
-    for name in shown {
-        assert!(vmmfd_cli::doctor::PROBES.iter().any(|probe| probe.name == name), "no probe {name}");
     }
 }

@@ -6,14 +6,12 @@ cases! {
     on crate::support::Subject; every backend: [
     typed_elements_are_copied,
     mirror_is_changed_and_written_back,
-    mirror_turns_to_another_range,
     cpu_and_device_share_host_memory,
     views_keep_the_memory,
     ]
     gpus alone: [
     failed_write_back_is_reported,
     device_copy_needs_an_own_end,
-    device_is_waited_for,
     ]
 }
 
@@ -82,21 +80,6 @@ fn mirror_is_changed_and_written_back(subject: Subject) {
         assert!(matches!(mirror.write(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
         assert!(mirror.bytes_mut().is_none());
     }
-}
-
-fn mirror_turns_to_another_range(subject: Subject) {
-    let shared = Shared::create(&subject.device(), spec(3000)).unwrap();
-    shared.copy_in(0, &[1; 1000]).unwrap();
-    shared.copy_in(1000, &[2; 2000]).unwrap();
-    let mut mirror = Mirror::of(&shared, 0, 1000).unwrap();
-    mirror.write(0, &[9; 10]).unwrap();
-    mirror.turn_to(1000, 500).unwrap();
-    assert_eq!((seen(&mirror, 0), mirror.size()), ([2; 500], 500));
-    assert_eq!(read(&shared, 0, 10), [9; 10], "what was changed is written before");
-    // More than the current capacity of the copy.
-    mirror.turn_to(500, 2000).unwrap();
-    assert!(seen::<2000>(&mirror, 0)[..] == [vec![1; 500], vec![2; 1500]].concat());
-    assert!(matches!(mirror.turn_to(shared.size() - 1, 2), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
 }
 
 fn cpu_and_device_share_host_memory(subject: Subject) {
@@ -190,18 +173,4 @@ fn device_copy_needs_an_own_end(subject: Subject) {
     assert_eq!(refused(&[(4096, 8192, 1)]), code::INVALID_VALUE);
     let end = one.address() + one.mapped_size();
     assert_eq!(refused(&[(end - 1, 4096, 2)]), code::INVALID_VALUE);
-}
-
-fn device_is_waited_for(subject: Subject) {
-    let device = subject.device();
-    device.synchronize().unwrap();
-    let before = subject.live();
-    device.wait_for_work().unwrap();
-    assert_eq!(subject.live(), before);
-    thread::spawn(move || {
-        device.wait_for_work().unwrap();
-        device.synchronize().unwrap();
-    })
-    .join()
-    .unwrap();
 }
