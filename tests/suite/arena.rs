@@ -1,16 +1,8 @@
 //! Blocks cut from shared memory: the same cases on every backend.
 
-use std::{sync::Arc, thread};
+use vmmfd::memory::{ArenaFigures, Array};
 
-use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Order},
-    driver::Access::{ReadOnly, ReadWrite},
-    error::{DeviceError, MemoryError},
-    memory::{ArenaFigures, Arenas, Array, ArrayHandle, Mirror, Region, Shared, Spec},
-};
-
-use crate::support::{Fault, Kind, Subject, sealing};
+use crate::support::{prelude::*, sealing};
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -41,7 +33,7 @@ fn assert_figures(arenas: &Arenas, unit: u64, expected: [u64; 5]) {
     assert_eq!([arenas, closed, bytes / unit, blocks, used / unit], expected);
 }
 
-fn open(subject: &Subject, shared: &Shared, access: vmmfd::driver::Access) -> Array {
+fn open(subject: &Subject, shared: &Shared, access: Access) -> Array {
     let array = ArrayDescriptor::new(ElementType::U8, [shared.size()], Order::C).unwrap();
     let (handle, fds) = ArrayHandle::of(shared, array).unwrap();
     handle.open(&subject.driver, None, fds, access).unwrap()

@@ -1,9 +1,6 @@
 //! `vmmfd bench` as a user runs it: the rows of each group, and its failures.
 
-use nix::sys::signal::Signal;
-use serde_json::Value;
-
-use crate::running::{Meeting, Run, binary, wait_for};
+use crate::{running::binary, support::prelude::*};
 
 cases! {
     on crate::running::Meeting; host and cuda: [

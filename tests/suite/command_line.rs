@@ -1,11 +1,6 @@
 //! Behaviour common to all commands: help, JSON, exit codes; and the small commands: devices, completions, man pages.
 
-use std::{collections::BTreeSet, fs, process::Command};
-
-use nix::sys::signal::Signal;
-use serde_json::json;
-
-use crate::running::{Ended, HANGS, Meeting, Run, schema_of, wait_for};
+use crate::{running::schema_of, support::prelude::*};
 
 fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd").env("FAKECUDA_DEVICES", "1").env("FAKECUDA_FREE", "1073741824");

@@ -1,11 +1,6 @@
 //! `producer` and `consumer` as a user runs them: two processes, their output and their exit codes.
 
-use std::{collections::BTreeSet, thread, time::Duration};
-
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
-
-use crate::running::{Ended, HANGS, Meeting, Running};
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting; host and cuda: [

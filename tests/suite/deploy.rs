@@ -1,19 +1,9 @@
 //! The files of `scripts/deploy/`: they parse, the programs accept their options, and producers and consumers share no more than they need.
 
-use std::{
-    env, fs,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::Command,
-};
-
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::{sys::signal::kill, unistd::Pid};
 use yaml_rust2::{Yaml, YamlLoader};
 
-use crate::running::{Meeting, Run, understood, wait_for};
+use crate::{running::understood, support::prelude::*};
 
 fn folder() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("scripts/deploy")

@@ -1,13 +1,8 @@
 //! The driver calls of a diagnosis: on the emulated driver, and on a GPU.
 
-use std::{env, process::Command};
+use vmmfd::internals::{Diagnosis, MadeFor};
 
-use vmmfd::{
-    driver::{Access::ReadOnly, code},
-    internals::{Diagnosis, MadeFor},
-};
-
-use crate::support::{EXPORTABLE, Kind, Mapped, Subject, code, in_child};
+use crate::support::prelude::*;
 
 const INVALID: u32 = code::INVALID_VALUE;
 

@@ -1,19 +1,10 @@
 //! `vmmfd doctor` as a user runs it: the report is complete after any failure, its verdict is correct, and it explains the failure.
 
-use std::{
-    fs,
-    os::unix::{fs::PermissionsExt, net::UnixListener},
-    path::Path,
-};
+use std::os::unix::net::UnixListener;
 
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
 use vmmfd_cli::doctor::rules::rules;
 
-use crate::{
-    running::{HANGS, Meeting, Run, wait_for},
-    support::Copy,
-};
+use crate::support::{Copy, prelude::*};
 
 cases! {
     on crate::running::Meeting; every backend: [
@@ -180,7 +171,7 @@ fn other_reports_are_not_shown() {
     // Escape sequences are not printed.
     let evil = made.replacen("\"verdict\":\"", "\"verdict\":\"\\u001b[31m", 1);
     assert!(!show(&evil).code(0).stdout.contains("\u{1b}[31mThe"));
-    fs::File::create(&file).unwrap().set_len(17 << 20).unwrap();
+    File::create(&file).unwrap().set_len(17 << 20).unwrap();
     for wrong in [file.to_str().unwrap(), "/dev/zero", "/proc/version"] {
         doctor(&meeting, &["--show", wrong]).end().code(2).says("is not a report");
     }

@@ -1,21 +1,11 @@
 //! `vmmfd doctor serve` and `join`: both sides report the same, also when the other sends false data, disconnects, or has no driver.
 
-use std::{
-    fs,
-    os::unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
-    process::Command,
-    thread,
-    time::Duration,
-};
-
-use nix::sys::signal::Signal;
 use rustix::net::{RecvFlags, SendFlags, accept};
-use serde_json::{Value, json};
 
 use crate::{
     conversation::{listening, raw},
     doctor::{finding, probes},
-    running::{Ended, HANGS, Meeting, Run, Running, wait_for},
+    support::prelude::*,
 };
 
 cases! {

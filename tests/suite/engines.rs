@@ -1,8 +1,6 @@
 //! `--verify` of both commands: the engine that writes and checks the pattern, and its report.
 
-use serde_json::{Value, json};
-
-use crate::running::Meeting;
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting; gpus alone: [

@@ -1,12 +1,6 @@
 //! Runs each example as a program, and checks its output.
 
-use std::{
-    env,
-    path::{Path, PathBuf},
-    process::Command,
-};
-
-use crate::running::{Ended, Meeting, Run};
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting; host and cuda: [

@@ -1,26 +1,15 @@
 //! `vmmfd exporter`, asked over plain HTTP.
 
 use std::{
-    collections::BTreeSet,
-    fs,
-    io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     os::unix::net::UnixListener,
-    path::Path,
-    process::Command,
-    thread,
-    time::Duration,
 };
 
-use nix::{sys::signal::Signal, unistd::geteuid};
-use serde_json::Value;
-use vmmfd::{
-    broker::{ClaimOf, Client, Get},
-    session::Config,
-};
+use nix::unistd::geteuid;
+use vmmfd::broker::ClaimOf;
 use yaml_rust2::YamlLoader;
 
-use crate::running::{Meeting, Run, Running, binary, wait_for};
+use crate::{running::binary, support::prelude::*};
 
 /// The response without a broker.
 const DOWN: &str = "# HELP vmmfd_up Whether the broker answers\n# TYPE vmmfd_up gauge\nvmmfd_up 0\n";
@@ -74,7 +63,7 @@ impl Exporter {
         healthy
     }
 
-    fn end(self) -> crate::running::Ended {
+    fn end(self) -> Ended {
         self.running.signal(Signal::SIGTERM);
         self.running.end()
     }
@@ -93,7 +82,7 @@ fn passed_socket_is_served() {
         let mut shell = Command::new("sh");
         shell.args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" exporter 3<&0 </dev/null"]).arg(binary("vmmfd"));
         let mut run = place.bare("vmmfd").instead(shell);
-        run.command.env("VMMFD_BROKER_SOCKET", place.socket()).stdin::<std::os::fd::OwnedFd>(socket);
+        run.command.env("VMMFD_BROKER_SOCKET", place.socket()).stdin::<OwnedFd>(socket);
         run
     };
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -4,15 +4,9 @@
 #![allow(unsafe_code, reason = "unshare, and values that a fork drops")]
 
 use std::{
-    fs,
-    io::{self, Read, Write},
+    io::{self},
     mem::ManuallyDrop,
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
     process, ptr,
-    sync::Arc,
-    thread,
-    time::Duration,
 };
 
 use nix::{
@@ -21,18 +15,13 @@ use nix::{
 };
 use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
-    Error,
-    broker::{Get, Put, PutPart, Server, ServerConfig},
-    channel::{Cancel, CancelReason, Trust, connect},
-    driver::{self, Access, Backend, Choice, Driver},
-    internals::{self, CudaDriver},
-    memory::{Arenas, Device, Region, Selector, Shared, Spec},
+    broker::{Server, ServerConfig},
+    channel::{CancelReason, Trust, connect},
 };
 
 use crate::{
-    broker::{Broker, filled},
-    running::{HANGS, wait_for},
-    support::{Copy, Fake, Subject, in_child, in_fork},
+    broker::Broker,
+    support::{Copy, Fake, in_fork, prelude::*},
 };
 
 const MIB: u64 = 1 << 20;
@@ -117,20 +106,18 @@ fn opening_reports_the_fork() {
     let copy = Copy::new();
     copy.write("libcuda.so.1");
     let log = copy.folder().join("log");
-    let prepare = |command: &mut process::Command| {
+    let prepare = |command: &mut Command| {
         command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", copy.folder());
         command.env("FAKECUDA_SLOW", format!("cuInit:{HANGS}")).env("FAKECUDA_LOG", &log).env("FAKECUDA_DEVICES", "1");
     };
     let found = in_child("forks::opening_reports_the_fork", prepare, || {
-        let log = PathBuf::from(std::env::var_os("FAKECUDA_LOG").unwrap());
+        let log = PathBuf::from(env::var_os("FAKECUDA_LOG").unwrap());
         let fake = Fake::load(log.with_file_name("libcuda.so.1"));
-        let opening = thread::spawn(|| driver::open(Choice::Only(Backend::Cuda)).map(drop));
+        let opening = thread::spawn(|| open(Choice::Only(Backend::Cuda)).map(drop));
         wait_for("cuInit", || fs::read_to_string(&log).is_ok_and(|log| log.contains("cuInit")));
         in_short_fork(|| {
-            let only = driver::open(Choice::Only(Backend::Cuda));
-            is_forked(&only)
-                && is_forked(&driver::open(Choice::Auto))
-                && driver::open(Choice::Only(Backend::Host)).is_ok()
+            let only = open(Choice::Only(Backend::Cuda));
+            is_forked(&only) && is_forked(&open(Choice::Auto)) && open(Choice::Only(Backend::Host)).is_ok()
         });
         fake.set("FAKECUDA_SLOW", "");
         format!("{:?}", opening.join().unwrap())
@@ -157,7 +144,7 @@ fn sizes_stay_known_during_access_change() {
         };
         let work = || if sealed { shared.seal().map(drop) } else { shared.make_read_only() }.unwrap();
         in_fork_during(&fake, "cuMemSetAccess", work, check);
-        assert_eq!((shared.access(), shared.describe().unwrap().segments()), (Access::ReadOnly, 1));
+        assert_eq!((shared.access(), shared.describe().unwrap().segments()), (ReadOnly, 1));
     }
 }
 
@@ -281,7 +268,7 @@ mod namespaces {
             enter_pid_namespace();
             in_fork(|| {
                 assert_eq!(process::id(), 1);
-                let driver = driver::open(Choice::Only(Backend::Host)).unwrap().driver;
+                let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
                 let (memory, client) = (filled(&driver, MIB, None, 7), broker.client());
                 client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
                 let lease = client.get(&Get::new("a")).unwrap();
@@ -295,7 +282,7 @@ mod namespaces {
                     assert!(is_forked(&driver.version()));
                     assert!(matches!(client.list(""), Err(Error::Misuse { .. })));
                     assert!(matches!(lease.open(&driver, None), Err(Error::Misuse { .. })));
-                    driver::open(Choice::Only(Backend::Host)).is_ok_and(|opened| opened.driver != driver)
+                    open(Choice::Only(Backend::Host)).is_ok_and(|opened| opened.driver != driver)
                 });
                 assert_eq!(client.who("").unwrap().leases.len(), 1, "the fork ended its parent's lease");
                 inherited.is_some_and(|lease| lease.is_held())

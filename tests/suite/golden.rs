@@ -1,15 +1,12 @@
 //! The golden records of both protocols match the program, the pages and the schemas of the messages.
 
-use std::{collections::BTreeSet, fs};
+use vmmfd::wire::{ErrorCode, HEADER_LENGTH, broker};
+use vmmfd_cli::check::{figures::Claim, files::Source};
 
-use serde_json::{Value, json};
-use vmmfd::{
-    internals::HostDriver,
-    wire::{ErrorCode, HEADER_LENGTH, Message, broker},
+use crate::support::{
+    prelude::*,
+    schema::{mismatch, of_message},
 };
-use vmmfd_cli::check::{figures::Claim, files::Source, pattern::Pattern};
-
-use crate::support::schema::{mismatch, of_message};
 
 const PAGE: &str = include_str!("../../docs/protocol.md");
 const BROKER_PAGE: &str = include_str!("../../docs/broker-protocol.md");

@@ -1,31 +1,19 @@
 //! Properties of the host backend alone: its memory is a memfd, and another process creates the memfd that it imports.
 
-use std::{
-    io::Write,
-    iter,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
-    sync::Arc,
-};
+use std::iter;
 
 use nix::{
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
     libc,
     sys::{
-        memfd::{MFdFlags, memfd_create},
         resource::{Resource, getrlimit, setrlimit},
         stat::fstat,
     },
     unistd::ftruncate,
 };
-use vmmfd::{
-    Error,
-    driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
-    error::MemoryError,
-    internals::{self, HostDriver, Live, Location, Verbs},
-    memory::{Allocation, Device, Mapping, Mirror, Region},
-};
+use vmmfd::{driver::GRANULARITY, internals::Live};
 
-use crate::support::{EXPORTABLE, Inode, Subject, code, in_fork};
+use crate::support::{Inode, in_fork, prelude::*};
 
 /// The seals that an import requires.
 const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
@@ -126,10 +114,10 @@ fn readable_memory_is_imported() {
     let future = SEALED | SealFlag::F_SEAL_FUTURE_WRITE;
     for (seals, read_only, writable) in [(SEALED, false, true), (SEALED, true, false), (future, false, false)] {
         let fd = memfd(GRANULARITY, SealFlag::empty());
-        std::fs::File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
+        File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
         fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).unwrap();
         let fd: OwnedFd = match read_only {
-            true => std::fs::File::open(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap().into(),
+            true => File::open(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap().into(),
             false => fd,
         };
         let imported = Allocation::import(&subject.device(), fd, GRANULARITY).unwrap();
@@ -150,7 +138,7 @@ fn sparse_file_is_refused() {
     let sparse = |size: u64, holds: &[u8]| {
         let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
         ftruncate(&memfd, size as i64).unwrap();
-        std::fs::File::from(memfd.try_clone().unwrap()).write_all(holds).unwrap();
+        File::from(memfd.try_clone().unwrap()).write_all(holds).unwrap();
         memfd
     };
     let punched = memfd(GRANULARITY, SealFlag::empty());
@@ -179,7 +167,7 @@ fn write_seal_allows_only_reading() {
     let subject = Subject::host();
     let device = subject.device();
     let fd = memfd(GRANULARITY, SealFlag::empty());
-    std::fs::File::from(fd.try_clone().unwrap()).write_all(b"for ever").unwrap();
+    File::from(fd.try_clone().unwrap()).write_all(b"for ever").unwrap();
     fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALED | SealFlag::F_SEAL_WRITE)).unwrap();
     let imported = Allocation::import(&device, fd, GRANULARITY).unwrap();
     assert!(imported.properties().immutable);
@@ -190,7 +178,7 @@ fn write_seal_allows_only_reading() {
     let (address, here) = (mapping.address(), Location::Device(0));
     assert_eq!(code(subject.verbs.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
     // The mapping is private: kernels before 6.7 refuse a shared mapping of write-sealed memory.
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let line = maps.lines().find(|line| line.starts_with(&format!("{address:x}-"))).unwrap();
     assert_eq!(line.split_whitespace().nth(1), Some("r--p"), "{line}");
     let window = subject.verbs.window(address, GRANULARITY).unwrap();

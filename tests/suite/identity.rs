@@ -2,16 +2,8 @@
 
 #![allow(unsafe_code, reason = "the verbs are reached by an unsafe function")]
 
-use std::sync::Arc;
-
-use vmmfd::{
-    Error,
-    driver::{Access::ReadWrite, Backend, Choice, Driver, open},
-    internals::{self, CudaDriver, HostDriver, Verbs},
-    memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
-};
-
 use super::support::{Copy, EXPORTABLE, code, in_fork};
+use crate::support::prelude::*;
 
 /// Pairs of drivers whose handles have equal numbers.
 fn pairs() -> Vec<[Arc<dyn Verbs>; 2]> {

@@ -3,13 +3,11 @@
 
 #![allow(unsafe_code, reason = "the calls that are refused are made as the C library has them")]
 
-use std::{env, fs, process::Command};
-
 use nix::libc::{self, sock_filter};
 
 use crate::{
-    running::{Meeting, On},
     seccomp::{self, ALLOW, NUMBER, Test, load, refuse, require, rule, unless},
+    support::prelude::*,
 };
 
 /// The first system call after Linux 4.18, on every architecture (Linux 5.1).

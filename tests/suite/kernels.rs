@@ -1,20 +1,11 @@
 //! The two engines of the pattern: kernels on the device, and threads on all CPUs of the host.
 
-use std::{ops::Range, sync::Arc};
+use std::ops::Range;
 
-use vmmfd::{
-    Error,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        code,
-    },
-    error::DeviceError,
-    internals::{CudaDriver, Kernels, PatternSpan, Verbs},
-    memory::{Allocation, Mapping, Region},
-};
-use vmmfd_cli::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification};
+use vmmfd::internals::{Kernels, PatternSpan};
+use vmmfd_cli::check::pattern::{Engine, EngineChoice, Mismatch, Verification};
 
-use crate::support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code};
+use crate::support::{Copy, prelude::*};
 
 const GPU: EngineChoice = EngineChoice::Only(Engine::Gpu);
 

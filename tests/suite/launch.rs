@@ -6,18 +6,11 @@ use std::ffi::{CString, c_void};
 
 use cudarc::driver::{CudaContext, DeviceSlice, result, sys};
 use vmmfd::{
-    Error,
-    broker::{Condition, Get, Put, PutPart},
-    driver::Access,
-    error::MemoryError,
+    broker::Condition,
     launch::{View, ViewMut},
-    memory::{Allocation, LegacyMemory, Mapping, Region, Shared},
 };
 
-use crate::{
-    broker::{Broker, filled},
-    support::Subject,
-};
+use crate::{broker::Broker, support::prelude::*};
 
 const PTX: &str = r"
 .version 6.0
@@ -173,10 +166,8 @@ mod cuda {
         let subject = Subject::cuda();
         let device = subject.device();
         let allocation = Allocation::create(&device, 1 << 20).unwrap();
-        let (mapping, other) = (
-            Mapping::new(&allocation, Access::ReadWrite).unwrap(),
-            Mapping::new(&allocation, Access::ReadOnly).unwrap(),
-        );
+        let (mapping, other) =
+            (Mapping::new(&allocation, ReadWrite).unwrap(), Mapping::new(&allocation, ReadOnly).unwrap());
         mapping.copy_in(0, &[0xAA; 4096]).unwrap();
         let context = CudaContext::new(device.ordinal() as usize).unwrap();
         let stream = context.default_stream();

@@ -1,30 +1,16 @@
 //! Legacy handles and memory pools of the CUDA backend, on the emulated driver and on a GPU. The expected results were measured on an H200.
 
 use std::{
-    fs::File,
-    io::{self, IoSliceMut, Read, Write},
+    io::{self, IoSliceMut},
     mem::MaybeUninit,
-    os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
-        unix::net::UnixStream,
-    },
-    process::Command,
-    thread,
-    time::Duration,
 };
 
-use nix::{
-    sys::memfd::{MFdFlags, memfd_create},
-    unistd::dup,
-};
+use nix::unistd::dup;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use sendfd::SendWithFd;
-use vmmfd::{
-    driver::{Access::ReadWrite, code},
-    internals::{CudaDriver, LegacyIpc, Location, Pools, Verbs},
-};
+use vmmfd::internals::{LegacyIpc, Pools};
 
-use crate::support::{Copy, EXPORTABLE, Kind, Subject, closes_on_exec, code, in_child};
+use crate::support::{Copy, closes_on_exec, prelude::*};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const INVALID_CONTEXT: u32 = 201;

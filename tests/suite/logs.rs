@@ -1,25 +1,13 @@
 //! The log on standard error: in the journal, and as JSON.
 
-use std::{
-    fs::{self, File},
-    os::unix::fs::MetadataExt,
-    time::Instant,
-};
+use std::os::unix::fs::MetadataExt;
 
-use nix::sys::signal::{Signal, kill};
-use serde_json::Value;
-use vmmfd::{
-    broker::{Client, Put, PutPart},
-    session::Config,
-};
+use nix::sys::signal::kill;
 
 use crate::{
-    broker::{filled, until},
-    running::{Meeting, binary},
-    support::{
-        Subject,
-        served::{Keeper, Served},
-    },
+    broker::until,
+    running::binary,
+    support::{prelude::*, served::Keeper},
 };
 
 /// The log lines of a broker with these options, during a publication and a failed start of a second broker.

@@ -3,31 +3,14 @@
 #![allow(unsafe_code, reason = "limits that a child sets for itself")]
 
 use std::{
-    fs::{self, File},
-    io::Write,
     os::unix::{
-        fs::{MetadataExt, PermissionsExt, symlink},
+        fs::{MetadataExt, symlink},
         net::UnixListener,
-        process::CommandExt,
     },
-    path::Path,
     process::Stdio,
-    thread,
-    time::Duration,
 };
 
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
-use vmmfd::{
-    driver::{Backend, Choice, open},
-    session::{
-        Config,
-        handoff::{Consumer, Request},
-    },
-};
-use vmmfd_cli::check::DataVerifier;
-
-use crate::running::{Meeting, hide_driver};
+use crate::{running::hide_driver, support::prelude::*};
 
 fn host() -> Meeting {
     Meeting::host()

@@ -1,26 +1,23 @@
 //! The auto traits of the public types: which types are `Send`, and which are `Sync`.
 
 use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Interface, Order},
+    array::Interface,
     broker::{
-        Claim, ClaimOf, Client, Get, Lease, LeasedPart, Lost, Object, ObjectPart, Prepared, Put, PutPart, Restored,
-        Server, ServerConfig, ServerReport,
+        Claim, ClaimOf, Lease, LeasedPart, Lost, Object, ObjectPart, Prepared, Restored, Server, ServerConfig,
+        ServerReport,
     },
-    channel::{Cancel, Channel, Listener, Peer, Trust},
-    driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
-    error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError, WeightsError},
-    memory::{
-        Allocation, Arenas, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror,
-        Pool, PoolBuffer, Region, Reservation, Selector, Shared, Spec,
-    },
+    channel::{Peer, Trust},
+    driver::{DeviceUuid, MemoryInfo, Opened},
+    error::{LoadError, ParseError, ProtocolError, SocketError, WeightsError},
+    memory::{Array, Chunk, Description, Imported, Pool, PoolBuffer},
     session::{
-        Config, Verdict,
-        handoff::{Buffer, Consumer, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked},
+        handoff::{ImportedObject, ServeReport, Served},
         stream::{Event, Format, Loan, Publisher, Received, Sample, Subscriber},
     },
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
+
+use crate::support::prelude::*;
 
 fn both<T: Send + Sync + ?Sized>() {}
 

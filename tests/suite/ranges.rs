@@ -1,19 +1,13 @@
 //! Ranges that are out of bounds: an error, never a panic, and never other bytes.
 
-use std::{fs, ops::Range};
+use std::ops::Range;
 
-use vmmfd::{
-    Error,
-    driver::Access::ReadWrite,
-    error::MemoryError,
-    memory::{Allocation, Mapping, Region},
-};
 use vmmfd_cli::check::{
     files::{self, Source},
-    pattern::{self, Engine, EngineChoice, Pattern},
+    pattern::{Engine, EngineChoice},
 };
 
-use crate::support::Subject;
+use crate::support::prelude::*;
 
 const LAST: u64 = u64::MAX;
 

@@ -1,18 +1,12 @@
 //! Memory for GPUDirect RDMA: created where the device supports it, refused elsewhere.
 
 use vmmfd::{
-    Error, Result,
-    array::{ArrayDescriptor, ElementType, Order},
-    driver::{Access, Attribute, code},
-    error::DeviceError,
+    Result,
     internals::Properties,
-    memory::{Allocation, Arenas, ArrayHandle, Device, Placement, Rdma, Region, Shared, Spec},
+    memory::{Placement, Rdma},
 };
 
-use crate::{
-    running::Meeting,
-    support::{EXPORTABLE, Kind, Subject, code},
-};
+use crate::support::prelude::*;
 
 const FOR_RDMA: Properties = Properties { gpu_direct_rdma: true, ..EXPORTABLE };
 
@@ -85,7 +79,7 @@ fn rdma_memory_has_the_flag(subject: Subject) {
     shared.copy_in(unit - 2, b"seen").unwrap();
     let bytes = ArrayDescriptor::new(ElementType::U8, [shared.size()], Order::C).unwrap();
     let (handle, fds) = ArrayHandle::of(&shared, bytes).unwrap();
-    let array = handle.open(&subject.driver, None, fds, Access::ReadOnly).unwrap();
+    let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
     let mut seen = [0; 4];
     array.memory().copy_out(unit - 2, &mut seen).unwrap();
     assert_eq!(&seen, b"seen");

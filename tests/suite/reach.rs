@@ -1,15 +1,8 @@
 //! Memory that the CPU can access: page-locked memory, windows on mappings, host memory of a NUMA node, and sealed memory.
 
-use std::{os::fd::AsFd, sync::Arc};
+use vmmfd::internals::Properties;
 
-use vmmfd::{
-    Error,
-    driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
-    error::{DeviceError, MemoryError},
-    internals::{CudaDriver, HostDriver, Location, Properties, Verbs},
-};
-
-use crate::support::{Copy, EXPORTABLE, Fake, Kind, Mapped, Subject, code};
+use crate::support::{Copy, Fake, prelude::*};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const DEVICE: Location = Location::Device(0);

@@ -1,37 +1,21 @@
 //! The session API for programs: over an existing socket, with custom content and checks, and with a peer that has a shorter timeout.
 
-use std::{
-    fs::File,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread,
-    time::{Duration, Instant},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmmfd::{
-    Error, Result,
-    channel::{Channel, Listener},
-    driver::{Access, Backend, Choice, Driver, open},
+    Result,
     error::ProtocolError,
-    memory::{Device, Region, Selector, Shared, Spec},
     session::{
-        Check, Config, Verdict,
-        handoff::{
-            Buffer, Consumer, Content, ImportedObject, Offered, Request, ServeOptions, Served, Tick, Unchecked,
-            Verifier, fetch, serve, serve_connection,
-        },
+        Check,
+        handoff::{Content, ImportedObject, Offered, Served, Tick, Verifier, fetch, serve},
         stream::{PublishOptions, Publisher, SubscribeOptions, Subscriber},
     },
 };
-use vmmfd_cli::check::{DataVerifier, Exercise};
+use vmmfd_cli::check::Exercise;
 
 use crate::{
     conversation::{listening, seqpacket},
-    support::{Copy, Subject},
+    support::{Copy, prelude::*},
 };
 
 fn driver() -> Driver {
@@ -139,7 +123,7 @@ impl Verifier for SumVerifier {
     }
 
     fn reply(&mut self, object: &ImportedObject, _: Tick<'_>) -> Result<()> {
-        if object.access() == Access::ReadWrite { object.copy_in(0, &[self.reply; SIZE as usize]) } else { Ok(()) }
+        if object.access() == ReadWrite { object.copy_in(0, &[self.reply; SIZE as usize]) } else { Ok(()) }
     }
 
     fn accept(&mut self, _: &ImportedObject, _: &Verdict, answer: &Verdict) -> Result<()> {

@@ -1,14 +1,6 @@
 //! `vmmfd pub` and `vmmfd sub` as a user runs them: processes, their output and their exit codes.
 
-use std::{env, thread, time::Duration};
-
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
-
-use crate::{
-    running::{Ended, Meeting, Run, Running, wait_for},
-    support::served::Served,
-};
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting;
@@ -225,7 +217,7 @@ mod namespaces {
             }
             let kinds =
                 ["--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--net"];
-            let mut outer = std::process::Command::new("unshare");
+            let mut outer = Command::new("unshare");
             outer.args(kinds).arg(run.command.get_program()).args(run.command.get_args());
             let environment =
                 run.command.get_envs().filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())));

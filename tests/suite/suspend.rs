@@ -1,22 +1,10 @@
 //! `vmmfd suspend` and `resume`: a program without GPU memory, and the programs that could not be restored.
 
-use std::{
-    fs,
-    process::{self, Command},
-};
+use std::process::{self};
 
-use serde_json::Value;
-use vmmfd::{
-    Error,
-    driver::Access::{ReadOnly, ReadWrite},
-    internals::TieCounts,
-    memory::{Allocation, LegacyMemory, Mapping, Region, Shared, Spec},
-};
+use vmmfd::internals::TieCounts;
 
-use crate::{
-    running::{Ended, Meeting, Run},
-    support::{Subject, in_child},
-};
+use crate::support::prelude::*;
 
 fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
     let mut run = place.bare("vmmfd");

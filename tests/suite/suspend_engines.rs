@@ -2,8 +2,6 @@
 
 use std::{
     ffi::CString,
-    fs::{self, File},
-    io::{Read, Write},
     net::{TcpListener, TcpStream},
     os::{
         linux::net::SocketAddrExt,
@@ -11,22 +9,9 @@ use std::{
     },
     process,
     sync::mpsc::{Receiver, channel},
-    thread,
-    time::Duration,
 };
 
-use nix::sys::{
-    memfd::{MFdFlags, memfd_create},
-    signal::Signal,
-};
-
-use vmmfd::broker::{Get, Put, PutPart};
-
-use crate::{
-    broker::{Broker, filled},
-    running::{Ended, Meeting, Run, wait_for},
-    support::{Subject, in_child},
-};
+use crate::{broker::Broker, support::prelude::*};
 
 /// Runs the commands for this process, which uses the emulated driver.
 struct Target {
@@ -41,7 +26,7 @@ impl Target {
         target
     }
 
-    fn states(&self) -> std::path::PathBuf {
+    fn states(&self) -> PathBuf {
         self.place.folder().join("states")
     }
 

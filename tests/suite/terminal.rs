@@ -1,20 +1,17 @@
 //! The commands on a terminal: a pty and the content of its screen.
 
 use std::{
-    fs::File,
-    io::{Read, Write},
     process::{Child, Stdio},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 use nix::{
     pty::{Winsize, openpty},
-    sys::signal::{self, Signal},
+    sys::signal::{self},
     unistd::Pid,
 };
-use serde_json::Value;
 
-use crate::running::{HANGS, Meeting, Run, wait_for};
+use crate::support::prelude::*;
 
 /// The delay of each copy in the emulated driver for tests of long transfers, in milliseconds.
 const SLOW: &str = "cuMemcpyHtoD_v2:120";
@@ -24,7 +21,7 @@ pub(crate) struct OnTerminal {
     child: Child,
     keyboard: File,
     reader: JoinHandle<Vec<u8>>,
-    seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>>,
+    seen: Arc<std::sync::Mutex<Vec<u8>>>,
     size: (u16, u16),
 }
 
@@ -62,7 +59,7 @@ pub(crate) fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
     // The reader sees EIO once the last process has closed the terminal: only the command may keep a copy.
     drop((run, pty.slave));
     let keyboard = File::from(pty.master.try_clone().unwrap());
-    let seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>> = Default::default();
+    let seen: Arc<std::sync::Mutex<Vec<u8>>> = Default::default();
     let shared = seen.clone();
     let reader = thread::spawn(move || {
         let mut master = File::from(pty.master);

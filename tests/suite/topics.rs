@@ -1,29 +1,15 @@
 //! Topics: the broker introduces publishers and followers, and its death interrupts no stream.
 
-use std::{
-    os::fd::AsFd,
-    time::{Duration, Instant},
-};
-
 use vmmfd::{
-    Error,
-    broker::Client,
-    error::{ErrorCode, PeerError, RefusalCode},
-    memory::Region,
-    session::{
-        Config,
-        stream::{Policy, PublishOptions, Publisher, SubscribeOptions},
-    },
+    error::{ErrorCode, RefusalCode},
+    session::stream::{Policy, PublishOptions, Publisher, SubscribeOptions},
     topic::{self, Change, Follower, Topics, Update},
     wire::broker::{Follow, HeldTopic, Message, Met, OpenTopic},
 };
 
 use crate::{
     broker_process::Raw,
-    support::{
-        Subject,
-        served::{Keeper, Served},
-    },
+    support::{prelude::*, served::Keeper},
 };
 
 /// The limit of waits that end earlier.

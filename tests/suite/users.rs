@@ -1,14 +1,8 @@
 //! Sockets and folders of other users. Only root can change its user: `make test-all` runs these tests as root, or reports that it does not.
 
-use std::{
-    fs,
-    os::unix::{
-        fs::{PermissionsExt, chown},
-        process::CommandExt,
-    },
-};
+use std::os::unix::fs::chown;
 
-use crate::running::{Meeting, On, Run, wait_for};
+use crate::support::prelude::*;
 
 /// An unused user ID.
 const OTHER: u32 = 12345;

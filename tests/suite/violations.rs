@@ -1,33 +1,17 @@
 //! Raw records that break a rule of the protocols' pages, sent to a producer, a consumer and a broker. Each is answered with its code.
 
-use std::{
-    fs::File,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    thread,
-};
+use std::os::fd::BorrowedFd;
 
 use rustix::net::{SocketFlags, accept_with};
-use serde_json::{Value, json};
 use vmmfd::{
-    Error,
-    broker::Put,
-    channel::{Cancel, Channel},
-    driver::{Backend, Choice, open},
-    error::PeerError,
-    memory::{Device, Selector, Shared, Spec},
-    session::{
-        Config,
-        handoff::{Buffer, Request, ServeOptions, Unchecked, fetch, serve_connection},
-    },
-    wire::{HEADER_LENGTH, MAX_BODY, Message, broker},
+    session::handoff::fetch,
+    wire::{HEADER_LENGTH, MAX_BODY, broker},
 };
-use vmmfd_cli::check::DataVerifier;
 
 use crate::{
-    broker::filled,
     broker_process::Raw,
     conversation::{PATIENCE, listening},
-    support::{Subject, material::Material, served::Served},
+    support::{material::Material, prelude::*},
 };
 
 const MIB: u64 = 1 << 20;

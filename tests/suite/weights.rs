@@ -2,27 +2,24 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File, OpenOptions},
-    io::{Seek, SeekFrom, Write},
+    fs::OpenOptions,
+    io::{Seek, SeekFrom},
     num::NonZero,
-    os::unix::fs::{FileExt, PermissionsExt, symlink},
+    os::unix::fs::{FileExt, symlink},
     panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 use nix::{sys::stat::Mode, unistd::mkfifo};
-use serde_json::{Value, json};
 use tempfile::TempDir;
 use vmmfd::{
-    Error, Result,
-    error::{ErrorKind, WeightsError},
-    memory::Region,
+    Result,
+    error::WeightsError,
     weights::{ALIGNMENT, Checkpoint, LoadOptions},
 };
 use vmmfd_cli::check::files;
 
-use crate::support::{Subject, sealing};
+use crate::support::{prelude::*, sealing};
 
 cases! {
     on crate::support::Subject; every backend: [

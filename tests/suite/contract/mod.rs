@@ -3,36 +3,19 @@
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
-use std::{
-    any::Any,
-    fs::File,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    process,
-    sync::Arc,
-    thread,
-};
+use std::{any::Any, os::fd::BorrowedFd, process};
 
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
     unistd::{ftruncate, pipe2},
 };
 use vmmfd::{
-    Error,
     channel::CancelReason,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Attribute, code,
-    },
-    error::{DeviceError, ErrorKind, MemoryError},
-    internals::{
-        Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MadeFor, PatternSpan, Pools, Properties, Verbs,
-    },
-    memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
+    internals::{Diagnosis, Granularity, Handle, Kernels, LegacyIpc, MadeFor, PatternSpan, Pools, Properties},
 };
-use vmmfd_cli::check::pattern::{self, Mismatch, Pattern, Verification};
+use vmmfd_cli::check::pattern::{Mismatch, Verification};
 
-use crate::support::{EXPORTABLE, Fault, Inode, Kind, Mapped, Subject, closes_on_exec, code, in_fork};
+use crate::support::{Inode, closes_on_exec, in_fork, prelude::*};
 
 mod calls;
 mod failures;

@@ -16,7 +16,7 @@ fn against_within(
     let path = folder.path().join("s");
     let listener = listening(&path, 1);
     let config = Config::default().timeout(timeout);
-    let request = session::handoff::Request::default().access(Access::ReadOnly);
+    let request = session::handoff::Request::default().access(ReadOnly);
     thread::scope(|scope| {
         let consumer = scope.spawn(|| {
             let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
@@ -31,11 +31,11 @@ fn against_within(
 }
 
 /// Memory filled with a pattern, and its offer.
-fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
+fn memory(size: u64, salt: u32) -> (Offer, Arc<Allocation>) {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     let device = Device::find(&driver, Selector::default()).unwrap();
     let memory = Allocation::create(&device, size).unwrap();
-    let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
+    let mapping = Mapping::new(&memory, ReadWrite).unwrap();
     pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
     let offer = Offer {
         object: "default".into(),
@@ -52,7 +52,7 @@ fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
             immutable: false,
         },
         array: None,
-        access: Access::ReadOnly,
+        access: ReadOnly,
         part: Some(Run { first: 0, segments: 1, offset: 0, size: memory.size() }),
         check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
     };
@@ -193,7 +193,7 @@ fn producers_disagreement_fails_the_round() {
 }
 
 /// Runs a `consumer` process against a handwritten producer.
-fn command_against(meeting: &Meeting, serve: impl FnOnce(&mut Channel)) -> crate::running::Ended {
+fn command_against(meeting: &Meeting, serve: impl FnOnce(&mut Channel)) -> Ended {
     let listener = listening(&meeting.socket(), 1);
     let consumer = meeting.consumer(&["--json"]).start();
     let mut channel = accepted(&listener);

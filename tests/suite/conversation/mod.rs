@@ -3,17 +3,10 @@
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
 use std::{
-    fs::{self, File},
     io::IoSlice,
     mem::MaybeUninit,
     net::Shutdown,
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
-    },
-    path::Path,
-    thread,
-    time::{Duration, Instant},
+    os::fd::{BorrowedFd, RawFd},
 };
 
 use rustix::net::{
@@ -22,27 +15,21 @@ use rustix::net::{
 };
 use sendfd::SendWithFd;
 use vmmfd::{
-    Error,
-    channel::{Cancel, Channel, Listener, Trust},
-    driver::{Access, Backend, Choice, DeviceUuid, open},
-    error::{DeviceError, PeerError, SocketError},
-    memory::{Allocation, Device, Selector},
+    channel::Trust,
+    driver::DeviceUuid,
+    error::SocketError,
     session::{
-        self, Config, Verdict,
+        self,
         handoff::{Findings, fetch},
     },
     wire::{
-        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Message, Offer, Placement, Pointer, ProtocolError,
+        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Offer, Placement, Pointer, ProtocolError,
         Received, Request, Run, Segments,
     },
 };
-use vmmfd_cli::check::{
-    DataVerifier, Figures,
-    figures::Claim,
-    pattern::{self, Mismatch, Pattern},
-};
+use vmmfd_cli::check::{Figures, figures::Claim, pattern::Mismatch};
 
-use crate::{running::Meeting, support::open_files};
+use crate::support::{open_files, prelude::*};
 
 mod consumers;
 mod producers;

@@ -1,9 +1,6 @@
 //! The producer against a handwritten consumer.
 
-use vmmfd::{
-    memory::{Shared, Spec},
-    session::handoff::{Buffer, Content, ServeOptions, serve_connection},
-};
+use vmmfd::session::handoff::Content;
 
 use super::*;
 
@@ -156,7 +153,7 @@ fn few_descriptors_leave_room_for_consumer() {
 fn mismatch_counts_after_consumer_hangs_up() {
     let meeting = Meeting::host();
     let producer = meeting.producer(&["--size", "8", "--json"]).start();
-    crate::running::wait_for("the socket", || meeting.socket().exists());
+    wait_for("the socket", || meeting.socket().exists());
     let (mut channel, _) = borrow(&meeting);
     let first_mismatch = Some(Mismatch { index: 0, expected: 2, found: 3 });
     channel.send(&result(false, 2, 2, first_mismatch), &[]).unwrap();

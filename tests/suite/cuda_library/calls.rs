@@ -195,7 +195,7 @@ fn contexts_are_retained_once() {
     driver.activate(0).unwrap();
     driver.memory_info(0).unwrap();
     driver.synchronize(0).unwrap();
-    std::thread::scope(|scope| scope.spawn(|| driver.synchronize(0)).join()).unwrap().unwrap();
+    thread::scope(|scope| scope.spawn(|| driver.synchronize(0)).join()).unwrap().unwrap();
     assert_eq!(fake.calls("cuDevicePrimaryCtxRetain"), 1);
     assert_eq!(fake.calls("cuCtxPushCurrent_v2"), fake.calls("cuCtxPopCurrent_v2"), "a thread's own is restored");
     drop(driver);

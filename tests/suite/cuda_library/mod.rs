@@ -1,22 +1,16 @@
 //! Finding and loading the CUDA driver library, and handling its results.
 
-use std::{env, error::Error as _, fs, os::fd::AsFd, path::Path, process::Command, sync::Arc};
+use std::error::Error as _;
 
 use vmmfd::{
-    Error,
-    driver::{
-        self,
-        Access::{ReadOnly, ReadWrite},
-        Attribute, Backend, Choice, code,
-    },
-    error::{ErrorKind, LoadError},
-    internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, PoolHandle, Pools, Verbs},
-    memory::{Allocation, Device, Mapping, Region},
+    error::LoadError,
+    internals::{Diagnosis, Granularity, LegacyIpc, MadeFor, PoolHandle, Pools},
 };
-use vmmfd_cli::check::pattern::{self, Pattern};
 
-use crate::running::hide_driver;
-use crate::support::{Copy, EXPORTABLE, Fake, code, in_child};
+use crate::{
+    running::hide_driver,
+    support::{Copy, Fake, prelude::*},
+};
 
 mod calls;
 mod loading;

@@ -16,9 +16,9 @@ fn opened(test: &str, choice: Choice, library_path: &Path, environment: &[(&str,
         });
         command.env("LD_LIBRARY_PATH", library_path).envs(environment.iter().copied());
     };
-    in_child(&format!("cuda_library::search::{test}"), prepare, || match driver::open(choice) {
+    in_child(&format!("cuda_library::search::{test}"), prepare, || match open(choice) {
         Ok(opened) => {
-            let device = Device::find(&opened.driver, vmmfd::memory::Selector::default()).unwrap().name().to_owned();
+            let device = Device::find(&opened.driver, Selector::default()).unwrap().name().to_owned();
             let fallback = opened.fallback.map_or("no fallback".to_owned(), |reason| format!("fallback: {reason}"));
             format!("{} {} | {fallback}", opened.driver.backend(), device.trim())
         }

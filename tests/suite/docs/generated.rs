@@ -1,14 +1,12 @@
 //! The generated parts of the pages: the options of the commands, and the rules of the doctor.
 
-use std::{env, fs};
-
 use vmmfd_cli::{
     cli::EXIT_CODES,
     doctor::rules::{Rule, rules},
 };
 
 use super::{Page, root, source};
-use crate::running::Meeting;
+use crate::support::prelude::*;
 
 #[test]
 fn diagnose_page_has_doctor_rules() {
@@ -29,7 +27,7 @@ fn commands_page_has_exit_codes() {
 #[test]
 fn schema_files_match_the_wire() {
     for (path, document) in [
-        ("docs/protocol-schema.json", vmmfd::wire::Message::schema()),
+        ("docs/protocol-schema.json", Message::schema()),
         ("docs/broker-schema.json", vmmfd::wire::broker::Message::schema()),
     ] {
         let want = serde_json::to_string_pretty(&document).unwrap() + "\n";

@@ -1,12 +1,9 @@
 //! Every link has a target: a file, or a heading or an anchor of a page.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs,
-    path::{Component, Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::Component};
 
 use super::{Page, blocks, root};
+use crate::support::prelude::*;
 
 /// The text outside of code blocks and backticks.
 fn prose(text: &str) -> String {

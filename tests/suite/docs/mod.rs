@@ -9,11 +9,9 @@ mod named;
 mod output;
 mod shell;
 
-use std::{
-    env, fs,
-    path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
-};
+use std::sync::{Mutex, PoisonError};
+
+use crate::support::prelude::*;
 
 /// The root of the repository.
 fn root() -> &'static Path {

@@ -2,22 +2,11 @@
 //!
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
-use std::{collections::BTreeSet, os::unix::process::CommandExt};
-
-use serde_json::Value;
-use vmmfd::{
-    broker::{Client, Put, PutPart},
-    session::Config,
-};
-
 use super::Page;
 use crate::{
-    broker::{filled, until},
-    running::{Ended, Meeting, On, hide_driver},
-    support::{
-        Subject,
-        served::{Keeper, Served},
-    },
+    broker::until,
+    running::hide_driver,
+    support::{prelude::*, served::Keeper},
 };
 
 /// The units of figures, which depend on the size of the figure.

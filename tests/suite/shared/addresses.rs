@@ -1,11 +1,6 @@
 //! Memory that other code of this process allocated, shared by its address.
 
-use std::sync::Arc;
-
-use vmmfd::{
-    error::ErrorKind,
-    memory::{Neighbours, Reservation},
-};
+use vmmfd::memory::Neighbours;
 
 use super::*;
 

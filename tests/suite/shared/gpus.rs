@@ -76,7 +76,7 @@ fn legacy_handle_opens_in_another_process(subject: Subject) {
             command.env("HANDLE", serde_json::to_string(&travels).unwrap());
         },
         || {
-            let text = std::env::var("HANDLE").unwrap();
+            let text = env::var("HANDLE").unwrap();
             let travels: ArrayHandle = serde_json::from_str(&text).unwrap();
             let array = travels.open(&subject.driver, None, Vec::new(), ReadWrite).unwrap();
             assert_eq!(read(&**array.memory(), 0, 8), b"interior");

@@ -2,37 +2,17 @@
 
 #![allow(unsafe_code, reason = "mappings made by hand")]
 
-use std::{
-    fs::File,
-    io::Write,
-    num::NonZeroUsize,
-    os::{fd::OwnedFd, unix::fs::FileExt},
-    path::Path,
-    thread,
-};
+use std::{num::NonZeroUsize, os::unix::fs::FileExt};
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use vmmfd::{
-    Error, Result,
-    array::{ArrayDescriptor, ElementType, Order},
-    channel::Channel,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        code,
-    },
-    error::{DeviceError, ErrorCode, MemoryError, PeerError},
-    memory::{
-        Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
-        Pool, PoolBuffer, Region, Selector, Shared, Sharing, Spec, VmmSpec,
-    },
-    session::{
-        Config, Verdict,
-        handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
-    },
+    Result,
+    error::ErrorCode,
+    memory::{Array, Imported, Mechanism, Placement, Pointer, Pool, PoolBuffer, Sharing, VmmSpec},
 };
 use vmmfd_cli::check::files::{self, Source};
 
-use crate::support::{Fault, Inode, Kind, Subject, code, in_child, sealing};
+use crate::support::{Inode, prelude::*, sealing};
 
 mod addresses;
 mod contents;
@@ -62,7 +42,7 @@ fn bytes(size: u64) -> ArrayDescriptor {
     ArrayDescriptor::new(ElementType::U8, [size], Order::C).unwrap()
 }
 
-fn open(subject: &Subject, shared: &Shared, access: vmmfd::driver::Access) -> Array {
+fn open(subject: &Subject, shared: &Shared, access: Access) -> Array {
     let (handle, fds) = ArrayHandle::of(shared, bytes(shared.size())).unwrap();
     handle.open(&subject.driver, None, fds, access).unwrap()
 }

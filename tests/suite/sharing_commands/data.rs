@@ -69,7 +69,7 @@ fn file_arrives_unchanged(meeting: Meeting) {
     let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
     meeting.consumer(&["--to", to, "--force"]).end().code(0);
     let mut pattern = vec![0; 1001];
-    vmmfd_cli::check::pattern::Pattern::new(7).write(0, &mut pattern);
+    Pattern::new(7).write(0, &mut pattern);
     assert_eq!(fs::read(to).unwrap(), pattern);
     producer.end().code(0);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");

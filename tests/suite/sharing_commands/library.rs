@@ -43,9 +43,9 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
 
 #[test]
 fn producer_waits_until_pool_is_closed() {
-    let subject = crate::support::Subject::fake();
+    let subject = Subject::fake();
     let ask = |consumer: &mut Consumer<'_>| {
-        let object = consumer.request(&handoff::Request::default()).unwrap();
+        let object = consumer.request(&Request::default()).unwrap();
         let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
         assert!(found.verified && found.check.is_some());
         consumer.report(&object, &found).unwrap();
@@ -64,7 +64,7 @@ fn producer_waits_until_pool_is_closed() {
     // A consumer that never closes the memory counts as failed and cannot block the producer for ever. The producer keeps the memory
     // allocated.
     for spec in [Spec::pool(1000), Spec::legacy(1000)] {
-        let subject = crate::support::Subject::fake();
+        let subject = Subject::fake();
         let memory = Shared::create(&subject.device(), spec).unwrap();
         let taken = subject.faulty.taken();
         let buffer = Buffer::new(memory, Unchecked, None).unwrap();
@@ -90,11 +90,10 @@ fn producer_waits_until_pool_is_closed() {
 fn memory_without_pattern_is_lent_unchanged() {
     let memory = shared(Spec::vmm(1000));
     Mirror::of(&memory, 0, 1000).unwrap().write(990, b"end").unwrap();
-    let array =
-        vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
+    let array = ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], Order::C).unwrap();
     let buffer = Buffer::new(memory, Unchecked, Some(array)).unwrap();
     let ((), served) = meet(&buffer, &ServeOptions::default().round_trip(true), |mut consumer| {
-        let object = consumer.request(&handoff::Request::default().access(Access::ReadWrite)).unwrap();
+        let object = consumer.request(&Request::default().access(ReadWrite)).unwrap();
         assert_eq!(object.check(), None);
         let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
         assert_eq!(found, Verdict::unchecked(true));

@@ -132,7 +132,7 @@ fn sealed_buffer_is_lent_read_only(meeting: Meeting) {
 fn many_chunks_work(meeting: Meeting) {
     // On the emulated driver, fewer and small chunks: less data to fill.
     let (unit, count): (u64, u64) = if meeting.is_fake() { (4096, 2_000) } else { (2 << 20, 10_000) };
-    let run = |run: crate::running::Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
+    let run = |run: Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
     let (size, chunk) = ((count * unit).to_string(), unit.to_string());
     let mut producer =
         run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2", "--timeout", "600s"])).start();
@@ -162,7 +162,7 @@ fn open_file_limit_precedes_allocation() {
 #[test]
 fn reachable_device_maps_the_memory() {
     let meeting = Meeting::new(On::Fake);
-    let two = |run: crate::running::Run| run.env("FAKECUDA_DEVICES", "2");
+    let two = |run: Run| run.env("FAKECUDA_DEVICES", "2");
     for mechanism in ["vmm", "pool", "legacy"] {
         let options = ["--device", "1", "--mechanism", mechanism, "--round-trip", "--consumers", "3", "--json"];
         let producer = two(meeting.producer(&options)).start();

@@ -1,29 +1,17 @@
 //! Every way of sharing through the two commands: mechanisms, locations, chunks, arrays, files, seals, other devices.
 
-use std::{
-    fs,
-    os::unix::fs::{PermissionsExt, symlink},
-    thread,
-    time::Duration,
-};
+use std::os::unix::fs::symlink;
 
-use nix::sys::signal::Signal;
-use serde_json::json;
 use vmmfd::{
-    channel::{Channel, Listener},
-    driver::{Access, Backend, Choice, open},
-    memory::{Device, Mechanism, Mirror, Region, Selector, Shared, Spec},
-    session::{
-        Config, Verdict,
-        handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
-    },
-    wire::{Message, Received},
+    memory::Mechanism,
+    session::handoff::{self, Served, serve},
+    wire::Received,
 };
-use vmmfd_cli::check::{DataVerifier, Exercise};
+use vmmfd_cli::check::Exercise;
 
 use crate::{
     conversation::{answer, dial, hello, request},
-    running::{Meeting, On},
+    support::prelude::*,
 };
 
 mod data;

@@ -6,6 +6,7 @@ mod gpu;
 pub(crate) mod manager;
 mod mapped;
 pub(crate) mod material;
+pub(crate) mod prelude;
 mod process;
 pub(crate) mod schema;
 pub(crate) mod served;
