@@ -324,17 +324,6 @@ mod tests {
     }
 
     #[test]
-    fn exit_status_as_text() {
-        for (script, text) in [
-            ("exit 7", "exited with code 7"),
-            ("kill -ABRT $$", "was killed by SIGABRT"),
-            ("kill -35 $$", "was killed by a signal"),
-        ] {
-            assert_eq!(end_of(&shell(script, false)).to_string(), text);
-        }
-    }
-
-    #[test]
     fn connection_errors_name_the_process() {
         let limit = Duration::from_millis(5);
         let gone = || Error::Peer(PeerError::Gone { pid: 0, purpose: "for a test" });

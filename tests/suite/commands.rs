@@ -11,7 +11,6 @@ cases! {
     a_round_trip_verifies_both_ways,
     many_consumers_at_once_are_served,
     flipped_byte_fails_both_sides,
-    the_salt_is_random_unless_given,
     a_device_is_matched_by_uuid,
     excess_memory_is_refused_with_figures,
     signals_end_both_sides_cleanly,
@@ -169,19 +168,6 @@ fn flipped_byte_fails_both_sides(meeting: Meeting) {
         assert_eq!(flipped.count_ones(), 1, "{first}");
         assert_eq!(producer["consumers"][0]["outcome"], "mismatch");
     }
-}
-
-fn the_salt_is_random_unless_given(meeting: Meeting) {
-    let salt = |options: &[&str]| {
-        let producer = meeting.listening(&[options, &["-v"]].concat());
-        meeting.consumer(&[]).end().code(0);
-        let stdout = producer.end().code(0).stdout.clone();
-        let (_, salt) = stdout.split_once("salt 0x").unwrap();
-        u32::from_str_radix(&salt[..8], 16).unwrap()
-    };
-    assert_eq!(salt(&["--seed", "0xDEADbeef"]), 0xdead_beef);
-    assert_eq!(salt(&["--seed", "0"]), 0);
-    assert_ne!(salt(&[]), salt(&[]));
 }
 
 /// A consumer that is in its check for long. On the emulated driver each copy takes this many milliseconds; on a GPU the data is large.

@@ -11,16 +11,12 @@ const ON_HOST: Properties = Properties { location: CPU, ..EXPORTABLE };
 
 cases! {
     on crate::support::Subject; every backend: [
-    missing_mechanisms_are_reported,
-    device_reaches_itself,
     extent_is_the_containing_mapping,
     page_locked_memory_is_zeroed_and_private,
     page_locked_memory_outlives_its_driver,
     numa_host_memory_is_shared,
     cpu_can_not_access_device_memory,
-    window_and_device_see_each_other,
     window_needs_full_cpu_access,
-    read_only_window_refuses_writes,
     open_window_prevents_unmap_and_change,
     a_window_outlives_its_driver,
     seals_are_set_or_the_call_fails,
@@ -36,37 +32,6 @@ fn another(subject: &Subject) -> (Arc<dyn Verbs>, Option<Fake>) {
             (Arc::new(CudaDriver::load_from(fake.path()).unwrap()), Some(fake))
         }
         Kind::Cuda => (Arc::new(CudaDriver::load().unwrap()), None),
-    }
-}
-
-fn missing_mechanisms_are_reported(subject: Subject) {
-    let attribute = |attribute| subject.verbs.device_attribute(0, attribute).unwrap();
-    let pools = (attribute(Attribute::MemoryPools), attribute(Attribute::PoolHandleTypes) & 1);
-    let legacy = subject.verbs.legacy();
-    if subject.kind != Kind::Host {
-        assert!(legacy.is_ok() && subject.verbs.pools().is_ok() && subject.verbs.diagnosis().is_ok());
-        assert_eq!(pools, (1, 1));
-        return;
-    }
-    assert_eq!(pools, (0, 0));
-    for (answer, word) in [
-        (legacy.map(drop), "cuIpcGetMemHandle"),
-        (subject.verbs.pools().map(drop), "cuMemPoolCreate"),
-        (subject.verbs.diagnosis().map(drop), "diagnosis"),
-    ] {
-        match answer {
-            Err(Error::Device(DeviceError::Unsupported { device, feature })) => {
-                assert!(device.contains("no GPU") && feature.contains(word), "{device} {feature}");
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
-fn device_reaches_itself(subject: Subject) {
-    assert!(subject.verbs.can_access_peer(0, 0).unwrap());
-    for (ordinal, peer) in [(0, 99), (99, 0), (99, 99)] {
-        assert_eq!(code(subject.verbs.can_access_peer(ordinal, peer)), code::INVALID_DEVICE);
     }
 }
 
@@ -180,32 +145,6 @@ fn cpu_can_not_access_device_memory(subject: Subject) {
 
 // Windows
 
-fn window_and_device_see_each_other(subject: Subject) {
-    let driver = &subject.verbs;
-    let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
-    let window = driver.window(mapped.address + 100, mapped.size - 100).unwrap();
-    assert_eq!(window.size(), mapped.size - 100);
-    assert!(window.slice().is_none(), "others may write to it");
-    driver.copy_in(0, mapped.address + 100, b"by the device").unwrap();
-    let mut bytes = [0; 10];
-    window.read(3, &mut bytes).unwrap();
-    assert_eq!(&bytes, b"the device");
-    window.write(window.size() - 7, b"the CPU").unwrap();
-    assert_eq!(&mapped.read(mapped.size - 7), b"the CPU");
-    for (offset, length) in [(window.size() - 6, 7), (window.size() + 1, 0), (u64::MAX, 2)] {
-        let answers = [window.read(offset, &mut vec![0; length]), window.write(offset, &vec![0; length])];
-        for answer in answers {
-            assert!(
-                matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { size, .. })) if size == window.size()),
-                "{answer:?}"
-            );
-        }
-    }
-    window.read(window.size(), &mut []).unwrap();
-    drop(window);
-    mapped.end();
-}
-
 fn window_needs_full_cpu_access(subject: Subject) {
     let (driver, unit) = (&subject.verbs, subject.unit());
     let address = driver.reserve(3 * unit, 0).unwrap();
@@ -242,20 +181,6 @@ fn window_needs_full_cpu_access(subject: Subject) {
     assert_eq!(code(driver.window(address, unit)), INVALID, "unmapped");
     driver.free(address, 3 * unit).unwrap();
     handles.into_iter().for_each(|handle| driver.release(handle).unwrap());
-}
-
-fn read_only_window_refuses_writes(subject: Subject) {
-    let driver = &subject.verbs;
-    let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
-    driver.copy_in(0, mapped.address, b"read me").unwrap();
-    driver.set_access(mapped.address, mapped.size, CPU, Some(ReadOnly)).unwrap();
-    let window = driver.window(mapped.address, mapped.size).unwrap();
-    let mut bytes = [0; 7];
-    window.read(0, &mut bytes).unwrap();
-    assert_eq!((&bytes, code(window.write(0, b"no"))), (b"read me", INVALID));
-    assert!(window.slice().is_none(), "others may still write to it");
-    drop(window);
-    mapped.end();
 }
 
 fn open_window_prevents_unmap_and_change(subject: Subject) {

@@ -3,15 +3,13 @@
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
 use std::{
-    io::IoSlice,
-    mem::MaybeUninit,
     net::Shutdown,
     os::fd::{BorrowedFd, RawFd},
 };
 
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-    accept_with, bind, connect, listen, socket_with, socketpair,
+    AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
+    socketpair,
 };
 use sendfd::SendWithFd;
 use vmmfd::{

@@ -182,31 +182,6 @@ fn idle_connections_prolong_no_wait() {
 }
 
 #[test]
-fn unknown_objects_are_refused() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&[]);
-    let mut channel = greeted(&meeting);
-    channel.send(&request("weights\u{1b}[31m", None), &[]).unwrap();
-    assert_eq!(told(&mut channel), ErrorCode::Object);
-    channel.finish(PATIENCE);
-    let ended = producer.end();
-    ended.code(4).says("no object `weights");
-    assert!(!ended.stderr.contains('\u{1b}') && !ended.stdout.contains('\u{1b}'));
-}
-
-#[test]
-fn silence_after_a_result_is_reported() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&["--timeout", "2s", "--size", "4"]);
-    let (mut channel, _) = borrow(&meeting);
-    report(&mut channel, &good(1));
-    let (Message::Error(Failure { code, message }), _) = answer(&mut channel) else { panic!() };
-    assert!(code == ErrorCode::Timeout && message.contains("waiting for another request"), "{message}");
-    // The request was served nonetheless.
-    producer.end().code(0);
-}
-
-#[test]
 fn silent_flood_spares_greeted_consumers() {
     let meeting = Meeting::host();
     let producer = meeting.listening(&["--size", "4", "--consumers", "2"]);

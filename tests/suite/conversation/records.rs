@@ -49,21 +49,6 @@ fn send_checks_the_descriptor_count() {
 }
 
 #[test]
-fn empty_record_is_a_hang_up() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("sent");
-    let file = File::create(&path).unwrap();
-    let (mut channel, peer) = channel_pair(PATIENCE);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let fds = [file.as_fd()];
-    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
-    rustix::net::sendmsg(&peer, &[IoSlice::new(&[])], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
-    assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
-    assert_eq!(open_descriptors(&path), 1);
-}
-
-#[test]
 fn last_error_of_gone_peer_arrives() {
     let failure = Failure { code: ErrorCode::Failed, message: "the last words".into() };
     // The peer closes with unread records from this side, so the kernel resets the connection.
