@@ -6,8 +6,6 @@ cases! {
     on crate::running::Meeting; host and cuda: [
     handoff_works_in_either_start_order,
     json_object_has_every_field,
-    verbose_output_has_steps_and_calls,
-    every_consumer_has_a_line,
     a_round_trip_verifies_both_ways,
     many_consumers_at_once_are_served,
     flipped_byte_fails_both_sides,
@@ -55,72 +53,6 @@ fn json_object_has_every_field(meeting: Meeting) {
     let [served] = &producer["consumers"].as_array().unwrap()[..] else { panic!("{producer}") };
     assert_eq!((&served["outcome"], &served["uid"]), (&json!("verified"), &json!(nix::unistd::geteuid().as_raw())));
     assert_eq!(consumer.get("consumers"), None);
-}
-
-/// The lines of a command, except that it waits, and the command to type, which may have its own row.
-fn lines(ended: &Ended, code: i32) -> Vec<&str> {
-    ended.code(code).stdout.lines().filter(|line| !line.starts_with("waiting ") && !line.starts_with(' ')).collect()
-}
-
-fn verbose_output_has_steps_and_calls(meeting: Meeting) {
-    let producer = meeting.listening(&["--size", "3MiB", "-v", "--consumers", "2"]);
-    let consumer = meeting.consumer(&["-v"]).end();
-    meeting.consumer(&[]).end().code(0);
-    let producer = producer.end();
-    // All consumers receive one descriptor.
-    let is_export = |line: &&str| line.split_whitespace().next() == Some("export");
-    assert_eq!(producer.stdout.lines().filter(is_export).count(), 1, "{}", producer.stdout);
-    for (ended, figures) in [
-        (
-            &producer,
-            [
-                "4 MiB for 3 MiB asked for, granularity",
-                "map       at 0x",
-                "salt 0x",
-                "export    fd ",
-                "verified  3 MiB",
-            ],
-        ),
-        (&consumer, ["3 MiB in 4 MiB mapped", "map       at 0x", "786432 words, 0 wrong", ", uid ", "verified  3 MiB"]),
-    ] {
-        for figure in figures {
-            assert!(ended.code(0).stdout.contains(figure), "no `{figure}` in {}", ended.stdout);
-        }
-        assert!(ended.stdout.contains(" us)") || ended.stdout.contains(" ms)"), "{}", ended.stdout);
-    }
-    let (created, imported) = match meeting.backend() {
-        "host" => (["memfd_create", "mmap PROT_NONE", "mmap MAP_FIXED", "mprotect"], "F_GET_SEALS"),
-        _ => (["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"], "cuMemImportFromShareableHandle"),
-    };
-    for call in created {
-        producer.says(call);
-    }
-    for call in created[1..].iter().chain([&imported]) {
-        consumer.says(call);
-    }
-    assert_eq!(producer.stderr.contains("cuMem"), meeting.backend() != "host", "{}", producer.stderr);
-}
-
-fn every_consumer_has_a_line(meeting: Meeting) {
-    let producer = meeting.listening(&["--consumers", "3", "--size", "1M", "--seed", "7", "--round-trip"]);
-    for (options, code) in [(&["--access", "ro"][..], 0), (&["--range", "0:4K"], 0), (&["--range", "5M:1"], 4)] {
-        meeting.consumer(options).end().code(code);
-    }
-    let ended = producer.end();
-    let lines = lines(&ended, 4);
-    assert!(lines[2].starts_with("verified  1 MiB, 0 of 262144 words wrong, pid "), "{lines:?}");
-    assert!(lines[3].starts_with("verified  4 KiB of 1 MiB, 0 of 1024 words wrong, pid "), "{lines:?}");
-    assert!(!lines[2].contains(" <-> ") && lines[3].contains(" <-> "), "{lines:?}");
-    assert!(lines[4].starts_with("failed    pid ") && lines[4].contains(": 1 bytes from byte 5242880 on"), "{lines:?}");
-    assert_eq!(lines.len(), 5, "{lines:?}");
-
-    let producer = meeting.listening(&["--corrupt"]);
-    let consumer = meeting.consumer(&[]).end();
-    for ended in [consumer, producer.end()] {
-        let line = ended.code(1).stdout.lines().last().unwrap();
-        assert!(line.starts_with("mismatch  1 MiB, 1 of 262144 words wrong, pid "), "{line}");
-        ended.says("error: the data did not verify: 1 wrong, the first at word 131072");
-    }
 }
 
 fn a_round_trip_verifies_both_ways(meeting: Meeting) {

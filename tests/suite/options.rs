@@ -23,27 +23,17 @@ fn bad_usage_is_a_sentence_and_exit_2() {
     fs::write(&file, vec![0; 24]).unwrap();
     let file = file.to_str().unwrap();
     for (options, words) in [
-        (&["--size", "64MB"][..], "write 64MiB"),
-        (&["--elements", "4611686018427387904"], "write fewer"),
-        (&["--elements", "1", "--size", "1"], "cannot be used with"),
-        (&["--seed", "0x1ffffffff"], "32-bit"),
-        (&["--timeout", "0s"], "is no time: write more than zero"),
+        (&["--elements", "1", "--size", "1"][..], "cannot be used with"),
         (&["--device", "gpu0"], "is not a device: write an ordinal"),
-        (&["--backend", "metal"], "[possible values: auto, cuda, host]"),
         (&["--allow-uid", "root"], "`root` is not a user's number"),
         (&["-v", "-q"], "cannot be used with"),
         (&["stray"], "stray"),
-        (&["--shape", "2x3", "--size", "24"], "cannot be used with"),
         (&["--order", "F"], "--shape"),
         (&["--from", file, "--round-trip"], "cannot be used with"),
         (&["--seal", "--round-trip"], "cannot be used with"),
         (&["--shape", "0x5"], "between 1 byte and 15.9 EiB"),
-        (&["--shape", "2,3x4"], "`2,3x4` is not a shape: write whole numbers separated by x or commas"),
-        (&["--shape", "18446744073709551615x2"], "64 bits"),
-        (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),
         (&["--dtype", "f32", "--size", "6"], "has 4 bytes, but the data has 6 bytes"),
         (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, but the data has 24 bytes"),
-        (&["--chunk", "0"], "is no memory: write at least 1 byte"),
         (&["--from", "-"], "`-` is not supported: the size"),
         (&["--from", ""], "an empty name"),
     ] {

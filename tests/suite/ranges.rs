@@ -2,10 +2,7 @@
 
 use std::ops::Range;
 
-use vmmfd_cli::check::{
-    files::{self, Source},
-    pattern::{Engine, EngineChoice},
-};
+use vmmfd_cli::check::files::{self};
 
 use crate::support::prelude::*;
 
@@ -51,24 +48,6 @@ fn digest_is_bounded_by_the_memory() {
 }
 
 #[test]
-fn pattern_is_bounded_by_the_memory() {
-    let subject = Subject::host();
-    let mapping = mapping(&subject);
-    let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
-    for (start, range) in outside(mapping.size()) {
-        assert_out_of_range(pattern::write(&mapping, start, range.clone(), pattern, done));
-        assert_out_of_range(pattern::verify(&mapping, start, range.clone(), pattern, done));
-        let engine = EngineChoice::Only(Engine::Host);
-        assert_out_of_range(engine.write(&mapping, start, range.clone(), pattern, done));
-        assert_out_of_range(engine.verify(&mapping, start, range.clone(), pattern, done));
-        if start == 0 {
-            assert_out_of_range(pattern::fill(&mapping, range.clone(), pattern, done));
-            assert_out_of_range(engine.fill(&mapping, range, pattern, done));
-        }
-    }
-}
-
-#[test]
 fn pattern_reaches_the_last_64_bit_offset() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
@@ -86,22 +65,4 @@ fn pattern_reaches_the_last_64_bit_offset() {
     mapping.copy_in(9, &[!bytes[9]]).unwrap();
     let found = pattern::verify(&mapping, start, range, pattern, done).unwrap();
     assert_eq!((found.mismatches, found.first.unwrap().index), (1, LAST / 4), "{found:?}");
-}
-
-#[test]
-fn too_large_file_is_not_loaded() {
-    let subject = Subject::host();
-    let mapping = mapping(&subject);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("large");
-    fs::write(&path, vec![1; mapping.size() as usize + 1]).unwrap();
-    let source = Source::open(&path).unwrap();
-    assert_out_of_range(source.load(&mapping, &mut |_| Ok(())));
-    let mut bytes = [1; 4096];
-    mapping.copy_out(0, &mut bytes).unwrap();
-    assert_eq!(bytes, [0; 4096], "some of it was written");
-    #[allow(clippy::reversed_empty_ranges, reason = "what this is about")]
-    for range in [5..2, 0..source.size() + 1, LAST..LAST] {
-        assert_out_of_range(source.digest(range, &mut || Ok(())));
-    }
 }

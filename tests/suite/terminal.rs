@@ -164,13 +164,6 @@ fn long_transfer_shows_a_bar() {
     }
 }
 
-/// A command of the broker at the meeting's socket.
-fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
-    let mut run = meeting.bare("vmmfd");
-    run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
-    run
-}
-
 #[test]
 fn slow_allocation_is_shown_and_interrupted() {
     let meeting = Meeting::fake();
@@ -208,46 +201,6 @@ fn dumb_quiet_and_json_have_no_bar() {
             serde_json::from_str::<Value>(shown.text().trim()).unwrap();
         }
     }
-}
-
-fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
-    let mut run = meeting.bare("vmmfd").env("FAKECUDA_FREE", "1073741824");
-    run.command.args(["doctor", "--backend", meeting.backend(), "--device", "0"]).args(options);
-    run
-}
-
-#[test]
-fn colours_follow_terminal_and_environment() {
-    let meeting = Meeting::host();
-    let probes = ["--only", "memory"];
-    let coloured = |name: &str, value: &str| {
-        let run = doctor(&meeting, &probes);
-        on_terminal(if name.is_empty() { run } else { run.env(name, value) }, 80).end().text().contains("\u{1b}[32m")
-    };
-    assert!(coloured("", ""));
-    assert!(!coloured("NO_COLOR", "1"));
-    assert!(coloured("NO_COLOR", ""), "an empty one counts as unset");
-    assert!(!coloured("TERM", "dumb"));
-    assert!(!coloured("CLICOLOR", "0"));
-    let piped = |run: Run| run.env("TERM", "xterm").end().stdout.contains("\u{1b}[32m");
-    assert!(!piped(doctor(&meeting, &probes)));
-    assert!(piped(doctor(&meeting, &probes).env("CLICOLOR_FORCE", "1")));
-    assert!(!piped(doctor(&meeting, &probes).env("CLICOLOR_FORCE", "1").env("NO_COLOR", "1")));
-    // The results of a transfer, and the levels of a log.
-    for (options, word) in [(&[][..], "\u{1b}[32mverified\u{1b}[0m "), (&["--corrupt"], "\u{1b}[31mmismatch\u{1b}[0m ")]
-    {
-        let producer = meeting.listening(options);
-        let shown = on_terminal(meeting.consumer(&[]), 80).end().text();
-        assert!(shown.contains(word), "{shown:?}");
-        drop(producer.end());
-    }
-    let level = |term: &str| {
-        let mut server = on_terminal(vmmfd(&meeting, &["serve", "-v"]).env("TERM", term), 80);
-        server.until("serving");
-        server.interrupt();
-        server.end().text().contains("\u{1b}[32mINFO\u{1b}[0m")
-    };
-    assert!(level("xterm") && !level("dumb"));
 }
 
 fn dimension(cells: u16) -> std::num::NonZero<u16> {
