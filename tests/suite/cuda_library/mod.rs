@@ -4,7 +4,7 @@ use std::error::Error as _;
 
 use vmmfd::{
     error::LoadError,
-    internals::{Diagnosis, Granularity, LegacyIpc, MadeFor, PoolHandle, Pools},
+    internals::{Granularity, PoolHandle, Pools},
 };
 
 use crate::{
@@ -32,12 +32,6 @@ const SYMBOLS: &str = "
     cuModuleGetFunction cuModuleUnload cuLaunchKernel cuEventCreate cuEventRecord cuStreamWaitEvent
     cuEventDestroy_v2 cuIpcGetEventHandle cuIpcOpenEventHandle
 ";
-
-/// A failure of this call cannot be reported: only destructors make it.
-const UNHEARD: [&str; 1] = ["cuDevicePrimaryCtxRelease_v2"];
-
-/// No process opens its own legacy handle, so a single process never makes this call.
-const ELSEWHERE: &str = "cuIpcCloseMemHandle";
 
 /// A pool, its import, and an exported pointer to a buffer.
 fn exported_pointer(pools: &dyn Pools) -> (PoolHandle, PoolHandle, [u8; 64]) {
