@@ -128,24 +128,6 @@ fn bad_names_and_files_are_one_sentence() {
 }
 
 #[test]
-fn interrupted_command_prints_one_object() {
-    let meeting = Meeting::fake();
-    for (arguments, slow, signal, code) in [
-        (&["doctor", "--json", "-v"][..], "cuMemPoolCreate", Signal::SIGINT, 130),
-        // The terminal was closed.
-        (&["bench", "--json", "--backend", "cuda", "handoff"], "cuMemMap", Signal::SIGHUP, 129),
-    ] {
-        let run = vmmfd(&meeting, arguments).env("FAKECUDA_SLOW", format!("{slow}:{HANGS}")).start();
-        wait_for("the processes", || meeting.processes().len() > 1);
-        run.signal(signal);
-        let value = run.end().code(code).json();
-        assert_eq!((&value["command"], &value["error"]["kind"]), (&json!(arguments[0]), &json!("interrupted")));
-        wait_for("the end of all processes", || meeting.processes().is_empty());
-        assert!(meeting.files().is_empty(), "{:?}", meeting.files());
-    }
-}
-
-#[test]
 fn devices_lists_sharing_support() {
     let meeting = Meeting::fake();
     let run = || vmmfd(&meeting, &["devices", "--backend", "cuda", "--json"]).env("FAKECUDA_DEVICES", "2");

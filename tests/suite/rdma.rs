@@ -20,16 +20,6 @@ cases! {
     ]
 }
 
-mod commands {
-    use super::produce_makes_rdma_memory_or_fails;
-
-    cases! {
-        on crate::running::Meeting; every backend: [
-        produce_makes_rdma_memory_or_fails,
-        ]
-    }
-}
-
 /// Reports whether the device supports GPUDirect RDMA. Some GPUs do not.
 fn supported(subject: &Subject) -> bool {
     subject.verbs.device_attribute(0, Attribute::GpuDirectRdma).unwrap() != 0
@@ -165,23 +155,4 @@ fn missing_support_is_an_error() {
         code::NOT_SUPPORTED,
         "as the emulated driver does"
     );
-}
-
-fn produce_makes_rdma_memory_or_fails(meeting: Meeting) {
-    let unsupported = |options: &[&str]| {
-        let report = meeting.producer(&[options, &["--rdma", "--json"]].concat()).end().code(3).json();
-        assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");
-        report["error"]["message"].as_str().unwrap().to_owned()
-    };
-    if meeting.backend() == "host" {
-        assert!(unsupported(&[]).contains("RDMA"));
-        return;
-    }
-    assert!(unsupported(&["--location", "host"]).contains("host-NUMA memory"));
-    for mechanism in ["pool", "legacy"] {
-        assert!(unsupported(&["--mechanism", mechanism]).contains("RDMA without the mechanism vmm"));
-    }
-    let producer = meeting.listening(&["--rdma", "--chunk", "2MiB", "--size", "5MiB"]);
-    meeting.consumer(&[]).end().code(0);
-    producer.end().code(0);
 }

@@ -4,28 +4,22 @@ use std::{
     fs, io,
     path::PathBuf,
     process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
 };
 
 use nix::sys::signal::{Signal, kill};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     broker::{ArrayEntry, Client, Put, PutPart},
-    channel::Cancel,
-    error::{Error, Result},
-    memory::{Region, Shared, Spec},
     wire,
 };
-use vmmfd_cli::{child::Process, units::about};
+use vmmfd_cli::child::Process;
 
 use crate::{
     child::OBJECTS,
     handoff::{Pair, chunks, descriptors},
     load,
-    process::{Request, Way, beside, not_prepared, until_asleep, us, wait_for_word},
-    report::About,
-    run::Run,
+    prelude::*,
+    process::{beside, until_asleep, wait_for_word},
 };
 
 const PLAIN: &str = "bench/plain";

@@ -1,25 +1,12 @@
 //! The groups of this process alone: `verify`, `stages` and `copies`.
 #![allow(unsafe_code, reason = "copies of shared memory, beside memcpy")]
 
-use std::{hint::black_box, os::fd::AsFd, ptr, time::Instant};
+use std::{hint::black_box, ptr};
 
-use vmmfd::{
-    driver::{Access, Backend},
-    error::{Error, Result},
-    internals::copy,
-    memory::{Region, Shared, Spec},
-};
-use vmmfd_cli::{
-    check::pattern::{Engine, EngineChoice, Pattern, random_salt},
-    units::about,
-    verbs::HasVerbs,
-};
+use vmmfd::{driver::Access, internals::copy};
+use vmmfd_cli::check::pattern::{Engine, EngineChoice, Pattern, random_salt};
 
-use crate::{
-    process::{Request, exportable, open_device, us},
-    report::About,
-    run::{Named, Run},
-};
+use crate::{prelude::*, process::exportable, run::Named};
 
 /// The bytes that the CPUs check for one row of a GPU, at 5 GB/s, and the fewest samples.
 const HOST_BYTES: u64 = 40 << 30;

@@ -1,20 +1,15 @@
 //! The other side: a process that takes memory, or is a client of a broker.
 
-use std::{
-    borrow::Cow,
-    os::fd::{AsFd, OwnedFd},
-    process, slice, thread,
-    time::{Duration, Instant},
-};
+use std::{borrow::Cow, os::fd::OwnedFd, process, slice};
 
 use serde_json::{Value, json};
 use vmmfd::{
     broker::{Client, Get, Object, Prepared},
-    channel::{Cancel, Channel},
+    channel::Channel,
     driver::{Access, Stream},
-    error::{Error, RefusalCode, Result},
+    error::RefusalCode,
     internals::{Handle, Location, PoolHandle},
-    memory::{Description, Device, Imported, Region},
+    memory::{Description, Imported},
     session::{
         Config,
         order::Timeline,
@@ -26,11 +21,11 @@ use vmmfd_cli::{
     child::line_to_parent,
     error::hint,
     line::{Line, typed},
-    verbs::HasVerbs,
 };
 
 use crate::{
-    process::{Failure, Request, Task, Way, not_prepared, now, open_device, until_asleep, us},
+    prelude::*,
+    process::{Failure, Task, until_asleep},
     report::Machine,
 };
 

@@ -1,30 +1,24 @@
 //! The groups `handoff` and `repeat`: each way to hand over memory, at each size, to each number of consumers.
 
-use std::{
-    mem,
-    os::fd::{AsFd, BorrowedFd},
-    sync::Arc,
-    thread,
-};
+use std::{mem, os::fd::BorrowedFd, sync::Arc};
 
 use vmmfd::{
     channel::Channel,
     driver::Access,
-    error::Result,
     internals::Handle,
-    memory::{Chunk, Device, MOST_OF_A_POOL, Pointer, Region, Shared, Spec},
+    memory::{Chunk, MOST_OF_A_POOL, Pointer},
     session::{
         Config,
         stream::{PublishOptions, Publisher},
     },
     wire::{self, DEFAULT_OBJECT, Message, Offer, Segments},
 };
-use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
-    process::{Peer, Request, Way, exportable, not_prepared, now, until_asleep},
-    report::{About, Group},
-    run::{Named, Run},
+    prelude::*,
+    process::{exportable, until_asleep},
+    report::Group,
+    run::Named,
 };
 
 /// The buffers of a stream beyond those that the consumers hold: a loan, and the last.

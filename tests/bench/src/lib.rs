@@ -13,6 +13,7 @@ mod child;
 mod handoff;
 mod load;
 mod options;
+mod prelude;
 mod process;
 mod report;
 mod run;

@@ -1,20 +1,14 @@
 //! Many clients and many objects: the rate of gets, the broker's CPU time and memory, and exports beside it.
 
-use std::time::Instant;
-
 use vmmfd::{
     broker::{Client, Condition, Put, PutPart},
-    driver::{Backend, GRANULARITY},
-    error::Result,
-    memory::{Device, Shared, Spec},
+    driver::GRANULARITY,
 };
-use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
     broker::{Broker, SMALL, put},
-    process::{Peer, Request, Task, exportable, now, open_device, us},
-    report::About,
-    run::Run,
+    prelude::*,
+    process::{Task, exportable},
 };
 
 const NAME: &str = "bench/load";

@@ -3,13 +3,9 @@
 use std::{
     env,
     io::Read,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::process::CommandExt,
-    },
+    os::{fd::BorrowedFd, unix::process::CommandExt},
     path::{Path, PathBuf},
     process::Command,
-    time::{Duration, Instant},
 };
 
 use nix::{poll::PollFlags, unistd::Pid};
@@ -18,11 +14,9 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use tempfile::TempDir;
 use vmmfd::{
-    channel::Cancel,
-    driver::{Backend, Choice, open},
-    error::{Error, ProtocolError, Result},
+    driver::{Choice, open},
+    error::ProtocolError,
     internals::{Location, Properties, wait},
-    memory::Device,
     wire::Memory,
 };
 use vmmfd_cli::{
@@ -30,6 +24,8 @@ use vmmfd_cli::{
     line::{Line, typed},
     temporary::temporary_folder,
 };
+
+use crate::prelude::*;
 
 /// The time for a process to fall asleep on its socket, as between two real handoffs.
 const ASLEEP: Duration = Duration::from_micros(30);

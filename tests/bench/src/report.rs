@@ -1,15 +1,13 @@
 //! The report: rows of numbers, as text and as JSON.
 
-use std::{fs, thread};
+use std::fs;
 
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use vmmfd::{driver::Backend, error::Result, memory::Device};
-use vmmfd_cli::{
-    cli::{Column, Table},
-    units::about,
-};
+use vmmfd_cli::cli::{Column, Table};
+
+use crate::prelude::*;
 
 /// A row is noisy if the medians of its fifths differ by more than this part of its median.
 const NOISY: f64 = 0.2;

@@ -1,25 +1,20 @@
 //! A run: its sizes, its turns, and its report.
 
-use vmmfd::{
-    channel::Cancel,
-    driver::Backend,
-    error::{Error, Result},
-    memory::Device,
-    session::Config,
-};
+use vmmfd::session::Config;
 use vmmfd_cli::{
     cli::{Progress, print_lines},
     schema::VERSION,
     stamp,
-    units::about,
+};
+
+use crate::{
+    options::BenchOptions,
+    prelude::*,
+    process::{Family, Task},
+    report::{Group, Report, Row, table},
 };
 
 pub(crate) use crate::report::About;
-use crate::{
-    options::BenchOptions,
-    process::{Family, Peer, Request, Task, open_device},
-    report::{Group, Report, Row, table},
-};
 
 /// The fraction of the free memory that is used.
 const USED: f64 = 0.95;

@@ -3,16 +3,13 @@
 use std::{
     path::Path,
     process::{Command, Stdio},
-    time::Instant,
 };
 
-use vmmfd::error::Result;
 use vmmfd_cli::child::Process;
 
 use crate::{
-    process::{Peer, Request, beside, us, wait_for_end, wait_for_word},
-    report::About,
-    run::Run,
+    prelude::*,
+    process::{beside, wait_for_end, wait_for_word},
 };
 
 /// The most samples: the driver takes a third of a second for each.

@@ -1,25 +1,15 @@
 //! The group `stream`: publications at a fixed rate to several subscribers, each a process, and the publisher's CPU time.
 
-use std::{
-    os::fd::AsFd,
-    thread,
-    time::{Duration, Instant},
-};
-
 use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
     driver::Stream,
-    error::Result,
     session::{order::Timeline, stream::Publisher},
 };
-use vmmfd_cli::units::about;
 
 use crate::{
     handoff::{COPIES, Pair},
     load::CONTEXT,
-    process::{Request, Way, not_prepared, now},
-    report::About,
-    run::Run,
+    prelude::*,
 };
 
 /// The time between two publications is two ticks: one with a publication, one without. All subscribers are asleep again after one.

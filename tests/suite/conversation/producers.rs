@@ -163,25 +163,6 @@ fn mismatch_counts_after_consumer_hangs_up() {
 }
 
 #[test]
-fn idle_connections_prolong_no_wait() {
-    let meeting = Meeting::host();
-    let producer = meeting.listening(&["--timeout", "500ms"]);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let address = SocketAddrUnix::new(meeting.socket()).unwrap();
-            // Connect until the producer exits.
-            while !matches!(
-                connect(seqpacket(), &address),
-                Err(rustix::io::Errno::CONNREFUSED | rustix::io::Errno::NOENT)
-            ) {
-                thread::sleep(Duration::from_millis(20));
-            }
-        });
-        producer.end().code(4).says("no consumer within");
-    });
-}
-
-#[test]
 fn silent_flood_spares_greeted_consumers() {
     let meeting = Meeting::host();
     let producer = meeting.listening(&["--size", "4", "--consumers", "2"]);
