@@ -8,14 +8,12 @@ use std::{
     process,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, ThreadId},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use clap::builder::styling::AnsiColor;
 use vmmfd::{
     array::ArrayDescriptor,
-    driver::Backend,
-    error::Error,
     internals::clean,
     memory::{Description, Device},
     session::{
@@ -25,17 +23,17 @@ use vmmfd::{
 };
 
 use super::{
-    Exit,
     describe::{checked, described, engine, findings, first_words, kind, numbers, process_named, received, spelled},
     layout,
     output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, json_line, print_now},
-    report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
+    report::{CommandReport, ConsumerReport, Step, UsedDevice},
 };
 use crate::{
     check::{
         self, Figures,
         pattern::{Engine, Work},
     },
+    cli::prelude::*,
     units::{self, about, bytes, limit, time},
 };
 
@@ -127,7 +125,7 @@ impl Console {
         if line.len() + command.len() < layout::stdout_width().unwrap_or(80) {
             line = format!("{line} {command}");
         } else {
-            line = format!("{}\n          {command}", layout::shown(&line, &io::stdout()));
+            line = format!("{}\n          {command}", line);
         }
         let progress = self.progress.clone();
         let finished = Arc::clone(&self.finished);
@@ -474,7 +472,7 @@ impl Console {
             let style = colour.on_default();
             line.replace_range(..name.len(), &format!("{style}{name}{style:#}"));
         }
-        self.progress.suspend(|| state.print(&layout::shown(&line, &io::stdout())));
+        self.progress.suspend(|| state.print(&line));
     }
 
     fn print_json(&self) {

@@ -1,8 +1,7 @@
 //! `consume`: imports a buffer, verifies it and reports the result.
 
-use clap::Args;
 use vmmfd::{
-    channel::{Cancel, socket_path},
+    channel::socket_path,
     driver::{Access, Choice},
     session::{
         Event,
@@ -12,10 +11,13 @@ use vmmfd::{
 };
 
 use super::{
-    Console, Exit, Fetch, Meet, Session, leave_open,
+    Console, Fetch, Meet, Session, leave_open,
     values::{ACCESS, CHOICE, ENGINE},
 };
-use crate::check::{self, DataVerifier, pattern::EngineChoice};
+use crate::{
+    check::{self, DataVerifier, pattern::EngineChoice},
+    cli::prelude::*,
+};
 
 /// Imports a buffer from a producer and verifies it.
 ///

@@ -2,20 +2,17 @@
 
 use std::fmt::Write;
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
-    driver::{Backend, Choice, open},
-    error::{Error, ErrorKind},
+    driver::{Choice, open},
+    error::ErrorKind,
     memory::{Allocation, Device, Shared, Spec},
 };
 
-use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, leave_open, report::Stamped, values::CHOICE};
-use crate::verbs::HasVerbs;
+use super::{leave_open, values::CHOICE};
 use crate::{
-    schema::{Named, document},
+    cli::prelude::*,
     units::{self, about},
+    verbs::HasVerbs,
 };
 
 /// Lists the devices, and exports one granule with each mechanism

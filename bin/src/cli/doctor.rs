@@ -1,21 +1,13 @@
 //! `doctor`: tests whether this machine can share GPU memory.
 
-use std::{io, path::PathBuf};
+use std::io;
 
-use clap::{Args, Subcommand};
-use schemars::JsonSchema;
-use serde::Serialize;
-use vmmfd::error::Error;
+use clap::Subcommand;
 
-use super::{
-    Exit, Running, Tool, ToolOutput,
-    exit::exit_codes,
-    output::{is_coloured, json_line},
-    report::Stamped,
-};
+use super::output::{is_coloured, json_line};
 use crate::{
+    cli::prelude::*,
     doctor::{self, DoctorPlan, DoctorReport, Flag, Meeting, MeetingRole, PROBES, Probe, text},
-    schema::{Named, document},
 };
 
 const CODES: &str = exit_codes!(

@@ -1,83 +1,17 @@
-//! The layout of text for people: tables, lines that fit the terminal, and ASCII if the locale has no other characters.
+//! The layout of text for people: tables that fit the terminal, and words of a shell.
 
-use std::{env, io, io::IsTerminal, os::fd::AsFd};
+use std::io;
 
+use rustix::termios::tcgetwinsize;
 use vmmfd::internals::clean;
 
-/// On narrower terminals, text is laid out for this width.
+/// On narrower terminals, tables are laid out for this width.
 const NARROWEST: usize = 60;
-
-/// The narrowest text beside a label. In less room, continued lines begin below the label.
-const NARROWEST_TEXT: usize = 24;
-
-/// ASCII characters for the others in our own texts.
-const ASCII: [(&str, char); 7] =
-    [("✓", '+'), ("✗", 'x'), ("–", '-'), ("·", '.'), ("…", '~'), ("█▉▊▋▌", '#'), ("▍▎▏", ':')];
-
-/// The text as a stream shows it: its lines fit the terminal, if it is one. JSON and scripts must not be changed like this.
-pub(super) fn shown(text: &str, stream: &(impl AsFd + IsTerminal)) -> String {
-    wrapped(&in_locale(text, is_unicode()), width(stream))
-}
-
-/// The width of a terminal; `None` for any other stream.
-fn width(stream: &(impl AsFd + IsTerminal)) -> Option<usize> {
-    let size = stream.is_terminal().then(|| rustix::termios::tcgetwinsize(stream).ok()).flatten();
-    size.map(|size| usize::from(size.ws_col)).filter(|columns| *columns > 0).map(|columns| columns.max(NARROWEST))
-}
 
 /// The width of standard output, if it is a terminal.
 pub fn stdout_width() -> Option<usize> {
-    width(&io::stdout())
-}
-
-/// Whether the locale of the environment has all characters.
-pub(super) fn is_unicode() -> bool {
-    has_unicode(|name| env::var(name).ok())
-}
-
-/// See locale(7).
-fn has_unicode(variable: impl Fn(&str) -> Option<String>) -> bool {
-    let named = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().filter_map(variable).find(|locale| !locale.is_empty());
-    let charset = named.unwrap_or_default().to_ascii_lowercase();
-    charset.contains("utf-8") || charset.contains("utf8")
-}
-
-fn in_locale(text: &str, unicode: bool) -> String {
-    if unicode || text.is_ascii() {
-        return text.to_owned();
-    }
-    let ascii = |c: char| ASCII.iter().find(|(from, _)| from.contains(c)).map_or(c, |(_, to)| *to);
-    text.chars().map(ascii).collect()
-}
-
-/// Breaks longer lines between words. The continued lines are indented like the text after the line's label.
-fn wrapped(text: &str, width: Option<usize>) -> String {
-    let Some(width) = width else { return text.to_owned() };
-    text.split_inclusive('\n').map(|line| wrapped_line(line, width)).collect()
-}
-
-fn wrapped_line(line: &str, width: usize) -> String {
-    if visible(line.trim_end()) <= width {
-        return line.to_owned();
-    }
-    let end = if line.ends_with('\n') { "\n" } else { "" };
-    let indent = indent(line, width);
-    let mut text = String::new();
-    let mut used = 0;
-    let mut blanks = 0;
-    for (at, word) in line.trim_end().split(' ').enumerate() {
-        blanks += usize::from(at > 0);
-        if word.is_empty() {
-            continue;
-        }
-        let length = visible(word);
-        let (broken, gap) =
-            if used > indent && used + blanks + length > width && word != "\\" { ("\n", indent) } else { ("", blanks) };
-        text += &format!("{broken}{:gap$}{word}", "");
-        used = if broken.is_empty() { used + gap + length } else { indent + length };
-        blanks = 0;
-    }
-    text + end
+    let columns = usize::from(tcgetwinsize(io::stdout()).ok()?.ws_col);
+    (columns > 0).then(|| columns.max(NARROWEST))
 }
 
 /// A text as one word of a shell.
@@ -88,42 +22,6 @@ pub(super) fn quoted(word: &str) -> String {
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
     }
-}
-
-/// A command to paste: a backslash continues each broken line.
-pub(super) fn command(words: impl Iterator<Item = String>, width: Option<usize>) -> String {
-    let mut text = String::new();
-    let mut used = 0;
-    for word in words {
-        let length = visible(&word);
-        let fits = width.is_none_or(|width| used + 1 + length + " \\".len() <= width);
-        let (gap, before) = if text.is_empty() {
-            ("", 0)
-        } else if fits {
-            (" ", used + 1)
-        } else {
-            (" \\\n", 0)
-        };
-        text += &format!("{gap}{word}");
-        used = before + length;
-    }
-    text + "\n"
-}
-
-/// Where continued lines begin: at the text after the first column gap, if there is room, else two columns after the line's own start.
-fn indent(line: &str, width: usize) -> usize {
-    let lead = line.len() - line.trim_start_matches(' ').len();
-    let text = line[lead..].find("  ").map(|gap| {
-        let (label, rest) = line.split_at(lead + gap);
-        visible(label) + rest.len() - rest.trim_start_matches(' ').len()
-    });
-    text.filter(|text| text + NARROWEST_TEXT <= width).unwrap_or(lead + 2)
-}
-
-/// The number of visible characters, without colour codes.
-fn visible(text: &str) -> usize {
-    let codes = text.split('\x1b').skip(1).filter_map(|part| part.split_once('m'));
-    text.chars().count() - codes.map(|(code, _)| code.len() + 2).sum::<usize>()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -226,67 +124,5 @@ mod tests {
         assert_eq!(table().render(Some(26)), want);
         // Other columns are never omitted.
         assert_eq!(table().render(Some(1)), want);
-    }
-
-    #[test]
-    fn long_lines_continue_beside_their_label() {
-        let long = "word ".repeat(16);
-        let text = format!("put        {long}\nshort   line\n  hint: {long}");
-        let want = "put        word word word word word word word word word word\n           word word word word word word\n\
-            short   line\n\
-            \x20 hint: word word word word word word word word word word\n    word word word word word word";
-        assert_eq!(wrapped(&text, Some(60)), want);
-        assert_eq!(wrapped(&text, None), text);
-    }
-
-    #[test]
-    fn continued_text_has_room() {
-        let far = format!("{:36}  {}\n", "label", "word ".repeat(8));
-        assert_eq!(wrapped(&far, Some(60)), format!("{:36}  word word word word\n  word word word word\n", "label"));
-        let near = format!("{:34}  {}\n", "label", "word ".repeat(8));
-        assert!(wrapped(&near, Some(60)).ends_with(&format!("word\n{:36}word word word\n", "")));
-    }
-
-    #[test]
-    fn long_words_stay_whole() {
-        let word = "x".repeat(70);
-        assert_eq!(wrapped(&format!("a  b {word} c\n"), Some(60)), format!("a  b\n   {word}\n   c\n"));
-        assert_eq!(wrapped(&format!("a  {word}\n"), Some(60)), format!("a  {word}\n"));
-    }
-
-    #[test]
-    fn broken_commands_can_be_pasted() {
-        let words =
-            || ["vmmfd", "rm", "--socket", "/a/long/path/to/a/socket", "--confirm CODE"].map(str::to_owned).into_iter();
-        assert_eq!(command(words(), None), "vmmfd rm --socket /a/long/path/to/a/socket --confirm CODE\n");
-        let broken = command(words(), Some(30));
-        assert_eq!(broken, "vmmfd rm --socket \\\n/a/long/path/to/a/socket \\\n--confirm CODE\n");
-        let long = format!("{} \\\n", "x".repeat(60));
-        assert_eq!(wrapped(&long, Some(60)), long);
-    }
-
-    #[test]
-    fn colour_codes_have_no_width() {
-        let text = format!("\x1b[32m{}\x1b[0m\n", "word ".repeat(12).trim_end());
-        assert_eq!(wrapped(&text, Some(60)), text);
-        assert_eq!(wrapped(&format!("\x1b[1mab\x1b[0m  {text}"), Some(62)).matches('\n').count(), 2);
-    }
-
-    #[test]
-    fn first_set_variable_is_the_locale() {
-        let locale = |set: &[(&str, &str)]| {
-            has_unicode(|name| set.iter().find(|(of, _)| *of == name).map(|(_, value)| (*value).to_owned()))
-        };
-        assert!(locale(&[("LANG", "C.UTF-8")]) && locale(&[("LC_ALL", ""), ("LC_CTYPE", "de_DE.utf8")]));
-        assert!(!locale(&[]) && !locale(&[("LC_ALL", "C"), ("LANG", "C.UTF-8")]));
-        assert!(!locale(&[("LC_CTYPE", "POSIX"), ("LANG", "C.UTF-8")]));
-    }
-
-    #[test]
-    fn other_locales_get_ascii() {
-        let text = "✓ – · ✗ … ██▍ naïve";
-        assert_eq!(in_locale(text, true), text);
-        // Names of files keep their bytes.
-        assert_eq!(in_locale(text, false), "+ - . x ~ ##: naïve");
     }
 }

@@ -19,7 +19,6 @@ use tracing_subscriber::{
 };
 use vmmfd::internals::stderr::Stderr;
 
-use super::layout;
 use crate::stamp;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -104,7 +103,7 @@ pub(super) fn line(text: &str) -> String {
             let level = if kind == "error" { "ERROR" } else { "INFO" };
             format!("{}\n", json!({"timestamp": stamp::now(), "level": level, "message": text}))
         }
-        _ => layout::shown(&format!("{text}\n"), &io::stderr()),
+        _ => format!("{text}\n"),
     }
 }
 
@@ -159,7 +158,7 @@ impl Write for Event {
             }
             _ => {}
         }
-        Stderr.write_all(layout::shown(&line, &io::stderr()).as_bytes())?;
+        Stderr.write_all(line.as_bytes())?;
         Ok(text.len())
     }
 

@@ -16,6 +16,7 @@ mod log;
 mod options;
 mod output;
 mod pages;
+mod prelude;
 mod produce;
 mod report;
 mod root;
@@ -31,7 +32,7 @@ pub use self::{
     exit::{EXIT_CODES, Exit},
     layout::{Column, Table, stdout_width},
     options::{parse_size, parse_timeout, parse_uid},
-    output::{Output, Progress, json_line, print_lines},
+    output::{Output, Progress, json_line, print_now},
     produce::Produce,
     root::{main, main_of, main_of_tool},
     run::{Running, Session, Tool, ToolOutput, raise_file_limit},

@@ -1,21 +1,13 @@
 //! Options of several commands, and the parsers of their values. The error of a parser is one sentence with the correct form.
 
-use std::{
-    env,
-    ops::Range,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{env, ops::Range, path::Path};
 
-use clap::{
-    Args,
-    builder::{OsStringValueParser, TypedValueParser},
-};
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use vmmfd::{
     array::{self, ArrayDescriptor, ElementType, Order},
-    channel::{Cancel, Trust},
+    channel::Trust,
     driver::Choice,
-    error::{DeviceError, Error, MemoryError, ParseError},
+    error::{DeviceError, MemoryError, ParseError},
     internals::clean,
     memory::{Device, Mechanism, Placement, Selector, Spec},
     session::Config,
@@ -27,6 +19,7 @@ use super::{
 };
 use crate::{
     check::files::{Source, Target},
+    cli::prelude::*,
     units,
     verbs::HasVerbs,
 };

@@ -7,27 +7,20 @@ use std::{
     mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
-use clap::{ArgAction, Args, ValueEnum};
+use clap::{ArgAction, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
-use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
-use vmmfd::{
-    error::Error,
-    internals::{
-        clean, for_users, is_unsafe_on_terminals,
-        stderr::{Stderr, flush_stderr},
-    },
+use vmmfd::internals::{
+    clean, for_users, is_unsafe_on_terminals,
+    stderr::{Stderr, flush_stderr},
 };
 
-use super::{
-    layout,
-    log::{self, LogFormat},
-};
-use crate::units::about;
+use super::log::{self, LogFormat};
+use crate::{cli::prelude::*, units::about};
 
 // No doc comment: clap would take it as the purpose of the command.
 #[derive(Debug, Clone, Default, Args)]
@@ -97,7 +90,7 @@ impl Output {
             return Ok(());
         }
         clean(&mut line);
-        print_lines(&(line + "\n"))
+        print_now(&(line + "\n"))
     }
 
     /// Prints a notice on standard error, unless `--quiet` or `--json` is given.
@@ -140,17 +133,12 @@ pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
 }
 
 /// Writes to standard output at once. A broken pipe is not an error.
-pub(super) fn print_now(text: &str) -> io::Result<()> {
+pub fn print_now(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(()),
     }
-}
-
-/// As [`print_now`], for lines of text: laid out for a terminal.
-pub fn print_lines(text: &str) -> io::Result<()> {
-    print_now(&layout::shown(text, &io::stdout()))
 }
 
 /// A report as one line of JSON. serde_json escapes only the control characters of ASCII, but others and marks that reorder text act on
@@ -324,7 +312,6 @@ impl Line {
         let begun = *self.begun.get_or_insert_with(Instant::now);
         if self.bar.is_none() && begun.elapsed() >= delay {
             let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
-            let style = if layout::is_unicode() { style } else { style.progress_chars("#>-").tick_chars("|/-\\ ") };
             let bar = ProgressBar::with_draw_target(
                 Some(1),
                 ProgressDrawTarget::term_like_with_hz(Box::new(Row::default()), 20),

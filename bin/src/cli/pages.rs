@@ -1,15 +1,11 @@
 //! `completions` and `man`: shell completions and man pages, generated from the parsers.
 
-use std::{io, path::PathBuf};
+use std::io;
 
-use clap::{Args, Command};
+use clap::Command;
 use clap_complete::Shell;
-use schemars::JsonSchema;
-use serde::Serialize;
-use vmmfd::error::Error;
 
-use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped};
-use crate::schema::{Named, document};
+use crate::cli::prelude::*;
 
 /// Prints completions for a shell
 ///
@@ -55,8 +51,6 @@ pub(super) struct Pages<O> {
 
 impl Tool for Pages<CompletionsOptions> {
     const NAME: &'static str = "completions";
-
-    const IS_PROSE: bool = false;
 
     const REPORTS: &'static [Named] = &[("completions", document::<Stamped<CompletionsReport>>)];
 

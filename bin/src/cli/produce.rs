@@ -1,8 +1,7 @@
 //! `produce`: fills a buffer and shares it.
 
-use clap::Args;
 use vmmfd::{
-    channel::{Cancel, Listener, socket_path},
+    channel::{Listener, socket_path},
     memory::{Device, Mechanism, Placement},
     session::{
         Event,
@@ -12,12 +11,15 @@ use vmmfd::{
 };
 
 use super::{
-    Allocate, ArrayOptions, Console, Exit, Extent, Meet, Session, leave_open, parse_salt,
+    Allocate, ArrayOptions, Console, Extent, Meet, Session, leave_open, parse_salt,
     values::{ENGINE, MECHANISM, PLACEMENT},
 };
-use crate::check::{
-    self, Exercise,
-    pattern::{EngineChoice, random_salt},
+use crate::{
+    check::{
+        self, Exercise,
+        pattern::{EngineChoice, random_salt},
+    },
+    cli::prelude::*,
 };
 
 /// Fills a buffer and shares it with consumers, which verify it.

@@ -2,12 +2,8 @@
 
 use std::borrow::Cow;
 
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
-    driver::Backend,
-    error::Error,
     memory::Description,
     session::{Verdict, handoff::Served},
     wire,
@@ -19,6 +15,7 @@ use crate::{
         Figures,
         pattern::{Engine, Mismatch},
     },
+    cli::prelude::*,
     error::{hint, kind_of},
     schema::{self, VERSION},
     stamp,

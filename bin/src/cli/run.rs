@@ -7,7 +7,6 @@ use std::{
     process::ExitCode,
     sync::{Arc, Mutex, PoisonError, mpsc},
     thread,
-    time::Duration,
 };
 
 use clap::error::ErrorKind as UsageKind;
@@ -21,20 +20,19 @@ use nix::{
         wait::{WaitPidFlag, WaitStatus, waitpid},
     },
 };
-use serde::Serialize;
 use vmmfd::{
-    channel::{Cancel, CancelReason},
+    channel::CancelReason,
     driver::Driver,
-    error::{Error, ErrorKind},
+    error::ErrorKind,
     internals::{exit_at_once, stderr},
 };
 
 use super::{
-    Console, Exit, layout,
+    Console,
     output::{Output, Progress, is_coloured, json_line, print_now},
-    report::{CommandReport, ErrorSummary, Failure, Stamped},
+    report::{CommandReport, Failure},
 };
-use crate::schema::Named;
+use crate::cli::prelude::*;
 
 /// A command that hands memory over and prints each step.
 pub trait Session {
@@ -66,9 +64,6 @@ pub(super) fn run_session<S: Session>(session: S, output: &Output) -> ExitCode {
 /// A command that prints its output when it has finished.
 pub trait Tool {
     const NAME: &'static str;
-
-    /// Whether its text is for people, and is laid out for the terminal.
-    const IS_PROSE: bool = true;
 
     /// The reports of `--json`.
     const REPORTS: &'static [Named] = &[];
@@ -121,8 +116,6 @@ impl ToolOutput {
 struct Ending {
     name: &'static str,
     json: bool,
-    /// Whether its text is for people.
-    is_prose: bool,
     progress: Progress,
     /// Whether it is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
@@ -136,7 +129,6 @@ impl Ending {
         match result {
             Ok(ToolOutput { exit, .. }) if already => exit,
             Err(error) if already => Exit::of(&error),
-            Ok(ToolOutput { text, exit }) if self.is_prose => print(&layout::shown(&text, &io::stdout()), exit),
             Ok(ToolOutput { text, exit }) => print(&text, exit),
             Err(error) => fail(self.name, &error, self.json),
         }
@@ -148,8 +140,7 @@ pub(super) fn run_tool<T: Tool>(tool: T, output: &Output) -> ExitCode {
     output.start_log();
     let progress = output.progress();
     let json = output.json;
-    let ending =
-        Arc::new(Ending { name: T::NAME, json, is_prose: T::IS_PROSE && !json, progress, finished: Mutex::new(false) });
+    let ending = Arc::new(Ending { name: T::NAME, json, progress, finished: Mutex::new(false) });
     let last = Arc::clone(&ending);
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
@@ -308,7 +299,7 @@ pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitC
         }
         let text = error.render();
         let text = if is_coloured(&io::stderr()) { text.ansi().to_string() } else { text.to_string() };
-        let _ = io::stderr().write_all(layout::shown(&text, &io::stderr()).as_bytes());
+        let _ = io::stderr().write_all(text.as_bytes());
         return ExitCode::from(Exit::Usage.code());
     }
     let hint = Some(match command {

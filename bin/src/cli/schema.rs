@@ -1,27 +1,23 @@
 //! `schema`: the JSON Schemas of the commands' reports.
 
-use clap::{Args, builder::PossibleValuesParser};
-use schemars::JsonSchema;
-use serde::Serialize;
+use clap::builder::PossibleValuesParser;
 use serde_json::Value;
-use vmmfd::{error::Error, wire};
+use vmmfd::wire;
 
 use super::{
-    Exit, Running, Tool, ToolOutput,
     broker::{
         ExporterOptions, GetOptions, LsOptions, PutOptions, RecallOptions, RmOptions, ServeOptions, StatOptions,
         StatusOptions, WatchOptions, WhoOptions,
     },
     devices::DevicesOptions,
     doctor::DoctorOptions,
-    exit::exit_codes,
     laboratory::BENCH,
     pages::{CompletionsOptions, ManOptions, Pages},
-    report::{CommandReport, Failure, Stamped},
+    report::{CommandReport, Failure},
     stream::{PubOptions, SubOptions},
     suspend::{ResumeOptions, SuspendOptions},
 };
-use crate::schema::{Named, document};
+use crate::cli::prelude::*;
 
 /// Prints the JSON Schema of a --json output, or of a protocol
 ///
@@ -114,8 +110,6 @@ impl From<SchemaOptions> for Schemas {
 
 impl Tool for Schemas {
     const NAME: &'static str = "schema";
-
-    const IS_PROSE: bool = false;
 
     const REPORTS: &'static [Named] = &[("schema", document::<Stamped<SchemaReport>>)];
 

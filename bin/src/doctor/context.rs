@@ -1,13 +1,9 @@
 //! What a probe of a device uses: the device, and the other process of a probe.
 
-use vmmfd::{channel::Cancel, error::Result, memory::Device};
+use vmmfd::channel::Cancel;
 
-use super::{
-    Status,
-    process::{Child, Endpoint, Role},
-    report::ProbeResult,
-};
-use crate::line::Line;
+use super::process::{Child, Endpoint, Role};
+use crate::doctor::prelude::*;
 
 /// The other process of a probe.
 #[derive(Debug)]

@@ -1,17 +1,17 @@
 //! The records that the two sides of a probe exchange: JSON over a separate socket.
 
-use std::{os::fd::AsFd, time::Instant};
+use std::os::fd::AsFd;
 
 use nix::poll::PollFlags;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use vmmfd::{
-    driver::{Backend, DeviceUuid},
-    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
+    driver::DeviceUuid,
+    error::{ErrorCode, ProtocolError},
     internals::wait,
 };
 
-use super::{DeviceReport, Environment, ErrorDetails, Finding};
-use crate::line::Line;
+use super::DeviceReport;
+use crate::doctor::prelude::*;
 
 /// The version of these records. Sides of different versions reject each other.
 const VERSION: u32 = 3;

@@ -4,11 +4,13 @@ use std::{io, ops::Not};
 
 use nix::libc;
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use vmmfd::{
     driver::code,
-    error::{DeviceError, Error, LoadError, MemoryError, PeerError, ProtocolError, SocketError},
+    error::{DeviceError, LoadError, MemoryError, ProtocolError, SocketError},
 };
+
+use crate::doctor::prelude::*;
 
 /// A cause beyond the error's number and class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]

@@ -4,32 +4,29 @@ use std::{
     collections::BTreeSet,
     fs,
     os::{fd::AsFd, unix::fs::MetadataExt},
-    path::Path,
     sync::Mutex,
-    time::Duration,
 };
 
 use nix::{
     poll::PollFlags,
     unistd::{getegid, geteuid, getgroups},
 };
-use serde::Serialize;
 use vmmfd::{
     channel::{Cancel, Listener, Trust, socket_path},
-    error::{Error, PeerError, ProtocolError, Result, SocketError},
+    error::{ProtocolError, SocketError},
     internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
     session::Config,
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, Meeting, Observer, Probe, Status,
+    DeviceReport, DoctorReport, Flag, Meeting, Observer, Probe,
     control::{ControlRecord, PURPOSE, greet},
     process::{Role, Setting},
     rules::explain,
     runner::Runner,
     verdict::verdict,
 };
-use crate::{error::ToolError, line::Line};
+use crate::{doctor::prelude::*, error::ToolError};
 
 /// The sides of a meeting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,6 +9,7 @@ pub mod environment;
 mod error_details;
 mod meeting;
 mod options;
+mod prelude;
 mod probes;
 mod process;
 pub mod report;

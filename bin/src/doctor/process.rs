@@ -1,23 +1,18 @@
 //! The child processes of the doctor, as their parent sees them. Every driver call runs in a child, which the parent kills if it is late.
 
-use std::{
-    os::fd::OwnedFd,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::{os::fd::OwnedFd, path::PathBuf};
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, de::DeserializeOwned};
 use vmmfd::{
     channel::{Cancel, Trust},
-    driver::{Backend, Choice, Driver, open},
-    error::{Error, PeerError, Result},
+    driver::{Choice, Driver, open},
     session::Config,
 };
 
-use super::{ErrorDetails, control::ControlRecord};
+use super::control::ControlRecord;
 use crate::{
     child::{Process, ProcessEnd, command, start},
-    line::Line,
+    doctor::prelude::*,
 };
 
 /// What the two processes of a probe have in common. A child's task is this and its role.

@@ -1,20 +1,12 @@
 //! The report as data. Parsed from JSON, it prints the same text.
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    io::Read,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, fs::File, io::Read};
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::Value;
-use vmmfd::{driver::Backend, error::Result};
 
-use super::{Environment, ErrorDetails};
-use crate::{error::ToolError, schema::VERSION, stamp};
+use crate::{doctor::prelude::*, error::ToolError, schema::VERSION, stamp};
 
 /// The report on a machine, or on both sides of a meeting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

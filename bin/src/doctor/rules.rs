@@ -4,13 +4,10 @@
 //! most specific first: a name, a condition, and sentences, which docs/diagnose.md repeats. A condition has alternatives (`or`) of facts that
 //! must all hold (`and`). A fact is a flag, or a name with the values that fit, such as `code=100`: see [`Facts`].
 
-use serde::Serialize;
 use serde_json::Value;
 
-use super::{
-    Environment, ErrorDetails, Finding, Status,
-    environment::{CLibrary, Node},
-};
+use super::environment::{CLibrary, Node};
+use crate::doctor::prelude::*;
 
 /// A known cause of failures.
 #[derive(Debug, Clone, Copy)]

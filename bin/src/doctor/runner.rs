@@ -3,28 +3,21 @@
 use std::{
     io,
     os::fd::AsFd,
-    path::Path,
     sync::{Mutex, PoisonError},
     thread,
-    time::{Duration, Instant},
 };
 
-use vmmfd::{
-    channel::Cancel,
-    driver::DeviceUuid,
-    error::{Error, Result},
-    internals::choose_device,
-};
+use vmmfd::{channel::Cancel, driver::DeviceUuid, internals::choose_device};
 
 use super::{
-    DeviceReport, DoctorPlan, DoctorReport, Environment, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
+    DeviceReport, DoctorPlan, DoctorReport, Flag, PROBES, PairReport, Probe, Scope,
     control::check_connected,
     process::{Child, Role, Setting},
     report::micros,
     verdict::conclude,
 };
 use crate::{
-    line::Line,
+    doctor::prelude::*,
     temporary::{PREFIX, temporary_folder},
 };
 

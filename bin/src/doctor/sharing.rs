@@ -4,15 +4,14 @@ use std::{
     io,
     sync::{Mutex, PoisonError},
     thread,
-    time::Duration,
 };
 
 use vmmfd::{
     channel::{Cancel, CancelReason, Listener},
     driver::DeviceUuid,
-    error::{Error, PeerError, ProtocolError, Result},
+    error::ProtocolError,
     internals::{Diagnosis, EventHandle},
-    memory::{Device, Placement, Selector, Spec},
+    memory::{Placement, Selector, Spec},
     session::{
         self,
         handoff::{self, Buffer, Consumer, Request, ServeOptions},
@@ -20,16 +19,13 @@ use vmmfd::{
 };
 
 use super::{
-    ErrorDetails, Finding, Status,
-    context::ProbeContext,
     control::{ControlRecord, Opened},
     process::Endpoint,
-    report::{ProbeResult, failed, micros, ok, timed},
+    report::{micros, timed},
 };
 use crate::{
     check::{DataVerifier, Exercise, pattern::random_salt},
-    line::Line,
-    verbs::HasVerbs,
+    doctor::prelude::*,
 };
 
 /// The size of the shared memory: more than one granule, and not a whole number of words, to test unaligned sizes.

@@ -1,10 +1,10 @@
 //! The report as text. Control characters are removed: the report may come from another machine.
 
 use serde_json::Value;
-use vmmfd::{driver::Backend, internals::clean};
+use vmmfd::internals::clean;
 
-use super::{DoctorReport, Environment, Finding, Status};
-use crate::units;
+use super::DoctorReport;
+use crate::{doctor::prelude::*, units};
 
 /// The widest column of names. Names in a report from another machine may be longer.
 const MAX_COLUMN: usize = 24;
@@ -12,7 +12,7 @@ const MAX_COLUMN: usize = 24;
 /// The longest text beside a label, and the longest title, in characters.
 const MAX_TEXT: usize = 4000;
 
-/// Renders the report. The last line is the verdict. The caller decides on colour, and wraps the lines.
+/// Renders the report. The last line is the verdict. The caller decides on colour.
 pub fn render(report: &DoctorReport, color: bool) -> String {
     let mut page = Page { text: String::new(), color };
     let what = match report.backend {

@@ -2,9 +2,8 @@
 
 use std::{collections::BTreeSet, iter};
 
-use vmmfd::driver::Backend;
-
-use super::{DeviceReport, DoctorReport, ErrorDetails, Finding, PairReport, Probe, Scope, Status, rules::explain};
+use super::{DeviceReport, DoctorReport, PairReport, Probe, Scope, rules::explain};
+use crate::doctor::prelude::*;
 
 /// Explains the findings that are not `ok`, and sets the verdict.
 pub(super) fn conclude(report: &mut DoctorReport) {

@@ -5,16 +5,10 @@ use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
-use vmmfd::{
-    channel::Cancel,
-    error::{Error, Result},
-    internals::RecordSocket,
-    memory::{Device, Selector},
-};
+use vmmfd::{channel::Cancel, internals::RecordSocket, memory::Selector};
 
 use super::{
-    ErrorDetails, Flag, Probe, Status,
-    context::ProbeContext,
+    Flag, Probe,
     control::{ControlRecord, PURPOSE},
     probes::{hold, make, park},
     process::{Endpoint, Role, Setting},
@@ -22,8 +16,8 @@ use super::{
 };
 use crate::{
     child::line_to_parent,
-    line::{Line, only, typed},
-    verbs::HasVerbs,
+    doctor::prelude::*,
+    line::{only, typed},
 };
 
 /// Runs the task of a child process.

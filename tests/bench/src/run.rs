@@ -2,7 +2,7 @@
 
 use vmmfd::session::Config;
 use vmmfd_cli::{
-    cli::{Progress, print_lines},
+    cli::{Progress, print_now},
     schema::VERSION,
     stamp,
 };
@@ -213,7 +213,7 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let head = if self.report.rows.is_empty() { self.report.head() } else { String::new() };
-        let printed = self.progress.suspend(|| print_lines(&(head + text)));
+        let printed = self.progress.suspend(|| print_now(&(head + text)));
         printed.map_err(|error| Error::system("write to standard output", error))
     }
 }

@@ -9,25 +9,16 @@ use std::{
     },
 };
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
-use vmmfd::{
-    broker::Metrics,
-    channel::BrokerPath,
-    error::{Error, Result},
-    internals::take_passed,
-};
+use vmmfd::{broker::Metrics, channel::BrokerPath, internals::take_passed};
 
 use super::MeetBroker;
 use crate::{
-    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped, run::raise_file_limit},
+    cli::{prelude::*, run::raise_file_limit},
     exporter::{
         Response,
         metrics::{CONTENT_TYPE, render},
         serve,
     },
-    schema::{Named, document},
 };
 
 const TIMEOUT: &str = "Longest silence of the broker, and time of an HTTP client to send its request: 500ms, 30s, 2m";

@@ -1,15 +1,11 @@
 //! `get`: maps an object of a broker, verifies it and writes it to a file.
 
-use std::{collections::BTreeMap, ops::Range, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{ArrayEntry, Attached, DeviceBytes, Get, Lease, Object, ObjectPart, Owner},
-    channel::Cancel,
-    driver::{Backend, Choice},
-    error::{Error, ProtocolError, Result},
+    driver::Choice,
+    error::ProtocolError,
     internals::interruptibly,
     memory::Imported,
     session::start,
@@ -19,17 +15,11 @@ use vmmfd::{
 use super::{MeetBroker, Steps, fields::field, shown, values::parse_object};
 use crate::{
     check::files::{self, Target},
-    cli::values::CHOICE,
     cli::{
-        Exit, Fetch, Running, Tool, ToolOutput,
-        exit::exit_codes,
-        leave_open,
-        options::{parse_timeout, parse_uid},
-        output::Progress,
-        raise_file_limit,
-        report::{ErrorSummary, Stamped, Step},
+        Fetch, leave_open, options::parse_uid, output::Progress, prelude::*, raise_file_limit, report::Step,
+        values::CHOICE,
     },
-    schema::{self, Named, document},
+    schema,
     units::{self, bytes},
 };
 

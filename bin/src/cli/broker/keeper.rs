@@ -1,13 +1,12 @@
 //! `keeper`: the process that holds the descriptors of a broker's server.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::process::ExitCode;
 
-use clap::Args;
 use vmmfd::internals::keeper;
 
 use crate::cli::{
     Output,
-    exit::exit_codes,
+    prelude::*,
     run::{raise_file_limit, run_service},
 };
 

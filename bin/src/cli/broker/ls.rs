@@ -1,14 +1,10 @@
 //! `ls`: lists objects.
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::broker::Summary;
 
 use super::{MeetBroker, devices_in_short, fields::age, total};
 use crate::{
-    cli::{Column, Exit, Running, Table, Tool, ToolOutput, exit::exit_codes, report::Stamped, stdout_width},
-    schema::{Named, document},
+    cli::{Column, Table, prelude::*, stdout_width},
     units::about,
 };
 

@@ -16,19 +16,20 @@ mod values;
 mod watch;
 mod who;
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::path::Path;
 
-use clap::Args;
 use vmmfd::{
     broker::{Client, DeviceBytes},
-    channel::{BrokerPath, Cancel, Trust},
-    error::Result,
+    channel::{BrokerPath, Trust},
     internals::prefixed_uuid,
     memory::DeviceIdentity,
     session::Config,
+};
+
+use super::{options::parse_uid, report::Step};
+use crate::{
+    cli::prelude::*,
+    units::{self, count},
 };
 
 pub(super) use self::options_file::read as read_options_file;
@@ -37,11 +38,6 @@ pub(super) use self::{
     recall::RecallOptions, rm::RmOptions, serve::ServeOptions, stat::StatOptions, status::StatusOptions,
     watch::WatchOptions, who::WhoOptions,
 };
-use super::{
-    options::{parse_timeout, parse_uid},
-    report::Step,
-};
-use crate::units::{self, count};
 
 /// Options of the connection to the broker.
 #[derive(Debug, Clone, Args)]

@@ -1,19 +1,14 @@
 //! `put`: loads a file, or the tensors of safetensors files, into GPU memory and hands it over to a broker.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::collections::BTreeMap;
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
     broker::{
         ArrayEntry, Attached, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Recall,
         RecallOf, Summary, UserTotal,
     },
-    channel::Cancel,
-    driver::Backend,
-    error::{BrokerError, Error, RefusalCode, Result},
+    error::{BrokerError, RefusalCode},
     internals::{NEEDS_BOTH, clear_padding, refusal},
     memory::{Device, Mechanism, Placement, Region, Shared},
     session::start,
@@ -31,16 +26,11 @@ use super::{
 use crate::{
     check::files::Source,
     cli::{
-        Allocate, ArrayOptions, Exit, Running, Tool, ToolOutput,
-        exit::exit_codes,
-        leave_open,
-        options::{parse_timeout, source_parser},
-        output::Progress,
-        raise_file_limit,
-        report::{ErrorSummary, Stamped, Step},
+        Allocate, ArrayOptions, leave_open, options::source_parser, output::Progress, prelude::*, raise_file_limit,
+        report::Step,
     },
     error::ToolError,
-    schema::{self, Named, document},
+    schema,
     units::{self, bytes, count},
 };
 

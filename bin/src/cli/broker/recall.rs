@@ -1,26 +1,14 @@
 //! `recall`: asks the holders of an object to give it up.
 
-use std::time::Duration;
-
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{Recall, RecallHolder, RecallOf},
-    error::{Error, RefusalCode, Result},
+    error::RefusalCode,
     internals::refusal,
 };
 
 use super::{MeetBroker, count, fields::field, who::UserNames};
 use crate::{
-    cli::{
-        Column, Exit, Running, Table, Tool, ToolOutput,
-        exit::exit_codes,
-        options::parse_timeout,
-        report::{ErrorSummary, Stamped},
-        stdout_width,
-    },
-    schema::{Named, document},
+    cli::{Column, Table, prelude::*, stdout_width},
     units::about,
 };
 

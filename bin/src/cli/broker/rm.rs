@@ -1,13 +1,11 @@
 //! `rm`: deletes objects.
 
-use std::{collections::BTreeSet, env, ffi::OsString, time::Duration};
+use std::{collections::BTreeSet, env, ffi::OsString};
 
-use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
-use schemars::JsonSchema;
-use serde::Serialize;
+use clap::{ArgGroup, builder::NonEmptyStringValueParser};
 use vmmfd::{
     broker::{Client, HeldLease, Recall, Summary},
-    error::{Error, RefusalCode, Result},
+    error::RefusalCode,
     internals::refusal,
 };
 
@@ -19,14 +17,7 @@ use super::{
     who::held,
 };
 use crate::{
-    cli::{
-        Exit, Output, Running, Tool, ToolOutput,
-        exit::exit_codes,
-        layout,
-        options::parse_timeout,
-        report::{ErrorSummary, Stamped},
-    },
-    schema::{Named, document},
+    cli::{Output, layout, prelude::*},
     units::about,
 };
 
@@ -126,7 +117,7 @@ fn confirming(code: &str) -> String {
         "--dry-run" => format!("--confirm {code}"),
         word => layout::quoted(word),
     };
-    layout::command(env::args_os().map(word), layout::stdout_width())
+    env::args_os().map(word).collect::<Vec<_>>().join(" ") + "\n"
 }
 
 #[derive(Debug, Serialize, JsonSchema)]

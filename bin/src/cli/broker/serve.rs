@@ -2,19 +2,13 @@
 
 use std::{
     io,
-    path::PathBuf,
     process::{self, ExitCode},
-    time::Duration,
 };
 
-use clap::Args;
 use nix::sys::resource::{Resource, getrlimit};
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{KeeperPath, Quota, Server, ServerConfig},
-    channel::{Cancel, broker_socket_path},
-    error::Error,
+    channel::broker_socket_path,
     internals::{
         MIN_FILE_LIMIT, TimeLimits, check_socket, default_broker_socket, emulated, keeper, leaving, notify,
         with_limits, with_own_keeper,
@@ -27,13 +21,10 @@ use super::{
 };
 use crate::{
     cli::{
-        Exit, Output, Running, Tool, ToolOutput,
-        exit::exit_codes,
-        options::parse_timeout,
-        report::{ErrorSummary, Stamped},
+        Output,
+        prelude::*,
         run::{GRACE, raise_file_limit, run_service, run_tool},
     },
-    schema::{Named, document},
     units::bytes,
 };
 
@@ -127,7 +118,7 @@ fn parse_time_limit(text: &str) -> Result<(String, Duration), String> {
 }
 
 /// Raises the open-file limit. Fails if the broker could hold no object.
-fn require_files() -> vmmfd::Result<()> {
+fn require_files() -> Result<()> {
     raise_file_limit();
     let (limit, _) =
         getrlimit(Resource::RLIMIT_NOFILE).map_err(|errno| Error::system("read the limit of open files", errno))?;
@@ -202,7 +193,7 @@ impl ServeOptions {
         Err(last.into())
     }
 
-    fn path(&self) -> vmmfd::Result<PathBuf> {
+    fn path(&self) -> Result<PathBuf> {
         broker_socket_path(self.socket.as_deref())
     }
 }

@@ -1,8 +1,5 @@
 //! `stat`: shows an object.
 
-use std::time::Duration;
-
-use clap::Args;
 use vmmfd::{
     broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo, VersionInfo},
     driver::DEVICE_NAME,
@@ -16,8 +13,7 @@ use super::{
     shown, total,
 };
 use crate::{
-    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped},
-    schema::{Named, document},
+    cli::prelude::*,
     units::{self, bytes},
 };
 

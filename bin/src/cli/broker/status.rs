@@ -1,10 +1,7 @@
 //! `status`: shows the broker's processes, limits and usage.
 
-use std::{sync::mpsc, thread, time::Duration};
+use std::{sync::mpsc, thread};
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{DeviceBytes, HeldClaim, HeldTopic, KeeperInfo, Metrics, Quota},
     driver::{DEVICE_NAME, DeviceUuid},
@@ -18,8 +15,7 @@ use super::{
     who::by_device,
 };
 use crate::{
-    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped},
-    schema::{Named, document},
+    cli::prelude::*,
     units::{about, bytes},
 };
 

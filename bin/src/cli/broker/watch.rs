@@ -5,29 +5,22 @@ use std::{
     os::fd::AsFd,
     str::FromStr,
     thread,
-    time::Duration,
 };
 
-use clap::Args;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{Event, EventKind, WatchPlace, Watched},
-    channel::{Cancel, CancelReason},
-    error::Error,
+    channel::CancelReason,
     internals::{clean, deadline_after, wait},
 };
 
 use super::{MeetBroker, fields::time};
-use crate::cli::{
-    Exit, Running, Tool, ToolOutput,
-    exit::exit_codes,
-    layout,
-    output::{complain, json_line},
-};
 use crate::{
-    schema::{self, Named, VERSION, document},
+    cli::{
+        output::{complain, json_line},
+        prelude::*,
+    },
+    schema::{self, VERSION},
     units::about,
 };
 
@@ -150,7 +143,6 @@ impl Tool for WatchOptions {
             match watch.next(WAIT) {
                 Ok(Some(watched)) => {
                     let line = Self::line(output.json, Some(&watched), watch.place());
-                    let line = if output.json { line } else { layout::shown(&line, &io::stdout()) };
                     if !print(&line, cancel)? {
                         return Ok(ended());
                     }

@@ -5,20 +5,16 @@ use std::{
     collections::{BTreeMap, BTreeSet},
 };
 
-use clap::Args;
 use nix::unistd::{Uid, User};
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{Client, DeviceBytes, HeldClaim, HeldLease, HeldTopic, Holders, UserTotal},
-    error::{Error, Result},
     internals::clean,
 };
 
 use super::{MeetBroker, fields::age, ls::no_match, shown, total};
 use crate::{
-    cli::{Column, Exit, Running, Table, Tool, ToolOutput, exit::exit_codes, report::Stamped, stdout_width},
-    schema::{self, Named, document},
+    cli::{Column, Table, prelude::*, stdout_width},
+    schema,
     units::about,
 };
 

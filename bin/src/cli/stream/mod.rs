@@ -3,42 +3,25 @@
 mod publish;
 mod subscribe;
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    os::fd::AsFd,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, fmt, os::fd::AsFd, time::Instant};
 
-use clap::Args;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, ppoll},
     sys::time::TimeSpec,
 };
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::Client,
-    channel::{Cancel, Trust},
+    channel::Trust,
     driver::{Choice, Driver},
-    error::{Error, Result},
     memory::{Device, Selector},
     session::{Config, start, stream::Policy},
 };
 
+use super::{Output, broker::broker_at, leave_open, options::parse_uid, raise_file_limit, values::CHOICE};
+use crate::{check::pattern::Pattern, cli::prelude::*, units::time, verbs::HasVerbs};
+
 pub(super) use self::{publish::PubOptions, subscribe::SubOptions};
-use super::{
-    Exit, Output,
-    broker::broker_at,
-    leave_open,
-    options::{parse_timeout, parse_uid},
-    raise_file_limit,
-    report::ErrorSummary,
-    values::CHOICE,
-};
-use crate::{check::pattern::Pattern, units::time, verbs::HasVerbs};
 
 /// Options of both commands.
 #[derive(Debug, Clone, Args)]

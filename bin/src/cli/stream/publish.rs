@@ -6,16 +6,11 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
-    channel::Cancel,
-    driver::Backend,
-    error::{Error, PeerError, Result},
+    error::PeerError,
     memory::{Device, Region},
     session::stream::{Event, PublishOptions, Publisher, PublisherStats, SubscriberInfo},
     topic,
@@ -24,14 +19,7 @@ use vmmfd::{
 use super::{Durations, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
 use crate::{
     check::pattern::EngineChoice,
-    cli::{
-        Running, Tool, ToolOutput,
-        exit::exit_codes,
-        options::{parse_size, parse_timeout},
-        output::Progress,
-        report::{ErrorSummary, Stamped},
-    },
-    schema::{Named, document},
+    cli::{options::parse_size, output::Progress, prelude::*},
     units::{self, about},
 };
 

@@ -1,14 +1,9 @@
 //! `sub`: receives the buffers of `pub` and verifies them.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
-    channel::Cancel,
-    driver::Backend,
-    error::{PeerError, Result},
+    error::PeerError,
     memory::Region,
     session::stream::{MAX_HELD, MAX_QUEUE, Policy, Received, Sample, SubscribeOptions, Subscriber},
     topic::{Change, Follower, Topics, Update},
@@ -17,15 +12,7 @@ use vmmfd::{
 use super::{Durations, Place, Quantiles, StreamOptions, load_kernels, pattern, sleep_until, spelled};
 use crate::{
     check::pattern::{EngineChoice, Verification},
-    cli::{
-        Exit, Running, Tool, ToolOutput,
-        describe::first_words,
-        exit::exit_codes,
-        options::parse_timeout,
-        output::Progress,
-        report::{ErrorSummary, Stamped},
-    },
-    schema::{Named, document},
+    cli::{describe::first_words, output::Progress, prelude::*},
     units::{about, count},
 };
 

@@ -5,19 +5,14 @@ use std::{
     net::{TcpStream, ToSocketAddrs},
     os::fd::AsFd,
     str::FromStr,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use clap::Args;
 use nix::poll::PollFlags;
-use vmmfd::{
-    channel::Cancel,
-    error::{Error, Result},
-    internals::{clean, shorten, wait},
-};
+use vmmfd::internals::{clean, shorten, wait};
 
 use crate::{
-    cli::{parse_timeout, run::GRACE},
+    cli::{parse_timeout, prelude::*, run::GRACE},
     error::ToolError,
 };
 

@@ -9,28 +9,20 @@ use std::{
     path::Path,
     sync::Mutex,
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     bindings::lock,
     broker::Client,
-    channel::{BrokerPath, Cancel, Config},
-    driver::{Backend, Choice, Driver, code, open},
-    error::{Error, Result},
+    channel::{BrokerPath, Config},
+    driver::{Choice, Driver, code, open},
     internals::{Checkpoints, ProcessState, TieCounts, command_of, units::count},
 };
 
 use self::engine::{Engine, EngineOptions};
-use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, leave_open, parse_timeout, report::Stamped};
-use crate::{
-    error::ToolError,
-    schema::{Named, document},
-    verbs::HasVerbs,
-};
+use super::{leave_open, parse_timeout};
+use crate::{cli::prelude::*, error::ToolError, verbs::HasVerbs};
 
 /// Takes all GPU memory from a program, until `resume`
 ///

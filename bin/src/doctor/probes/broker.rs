@@ -1,21 +1,12 @@
 //! The probe of the broker at this user's default socket.
 
-use std::{
-    fs, io,
-    time::{Duration, Instant},
-};
+use std::{fs, io};
 
-use vmmfd::{
-    broker::Client,
-    driver::Backend,
-    error::{Error, PeerError, SocketError},
-    internals::default_broker_socket,
-    session::Config,
-};
+use vmmfd::{broker::Client, error::SocketError, internals::default_broker_socket, session::Config};
 
 use crate::doctor::{
-    ErrorDetails, Finding,
-    report::{Figures, ProbeResult, failed, micros, ok, skipped},
+    prelude::*,
+    report::{Figures, micros, skipped},
 };
 
 /// The timeout for a connection, and again for the answer: the broker's event loop never blocks.

@@ -4,8 +4,7 @@ use std::{os::fd::OwnedFd, sync::Arc};
 
 use vmmfd::{
     driver::Access,
-    error::Result,
-    memory::{Allocation, Device, Mapping, Reservation},
+    memory::{Allocation, Mapping, Reservation},
 };
 
 use super::{
@@ -15,13 +14,11 @@ use super::{
 use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
-        ErrorDetails,
-        context::ProbeContext,
+        prelude::*,
         process::Role,
-        report::{ProbeResult, failed, ok, timed, unsupported},
+        report::{timed, unsupported},
     },
-    line::{Line, only},
-    verbs::HasVerbs,
+    line::only,
 };
 
 /// A step of the other process, or its error.

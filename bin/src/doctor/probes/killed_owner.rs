@@ -5,14 +5,12 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
     thread,
-    time::{Duration, Instant},
 };
 
 use serde_json::Value;
 use vmmfd::{
     driver::Access,
-    error::{Error, PeerError, Result},
-    memory::{Allocation, Device, Mapping, Region},
+    memory::{Allocation, Mapping, Region},
 };
 
 use super::{
@@ -22,14 +20,12 @@ use super::{
 use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
-        ErrorDetails, Finding,
-        context::ProbeContext,
+        prelude::*,
         process::{Child, Role},
-        report::{ProbeResult, failed, micros, ok, skipped, timed},
+        report::{micros, skipped, timed},
     },
-    line::{Line, only},
+    line::only,
     units::about,
-    verbs::HasVerbs,
 };
 
 /// The size of the memory in bytes, before rounding up: more than one granule.

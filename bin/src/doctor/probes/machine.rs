@@ -1,26 +1,16 @@
 //! Probes of the whole machine.
 
-use std::{
-    ffi::OsStr,
-    fs,
-    os::unix::ffi::OsStrExt,
-    path::{Path, PathBuf},
-};
+use std::{ffi::OsStr, fs, os::unix::ffi::OsStrExt, path::PathBuf};
 
 use nix::sys::resource::{Resource, getrlimit};
 use serde_json::json;
-use vmmfd::{
-    driver::{Backend, Choice, Driver, code, open},
-    error::{Error, Result},
-    memory::Device,
-};
+use vmmfd::driver::{Choice, Driver, code, open};
 
 use crate::doctor::{
-    Environment, ErrorDetails,
     error_details::Reason,
-    report::{Figures, Finding, ProbeResult, failed, ok},
+    prelude::*,
+    report::{Figures, Finding},
 };
-use crate::verbs::HasVerbs;
 
 pub(super) fn driver(backend: Backend, figures: &mut Figures) -> ProbeResult {
     let opened = start(backend, figures);

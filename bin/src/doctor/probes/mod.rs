@@ -7,23 +7,19 @@ mod machine;
 mod one_process;
 mod two_devices;
 
-use std::time::Instant;
-
-use vmmfd::{
-    driver::{Backend, code},
-    memory::Device,
-};
+use vmmfd::driver::code;
 
 use self::Run::{Machine, OnDevice, Pair, Share};
+use super::{
+    Reason,
+    report::{Figures, micros, skipped, unsupported},
+    sharing::{MemoryKind, event},
+};
+use crate::doctor::prelude::*;
+
 pub(super) use self::{
     checkpoint::park,
     killed_owner::{hold, make},
-};
-use super::{
-    ErrorDetails, Finding, Reason, Status,
-    context::ProbeContext,
-    report::{Figures, ProbeResult, failed, micros, skipped, unsupported},
-    sharing::{MemoryKind, event},
 };
 
 #[derive(Debug)]

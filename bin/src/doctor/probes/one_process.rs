@@ -5,15 +5,12 @@ use std::{
     io,
     ops::RangeInclusive,
     os::fd::{AsRawFd, OwnedFd},
-    path::Path,
     sync::Arc,
-    time::Instant,
 };
 
 use nix::sys::stat::fstat;
 use vmmfd::{
-    driver::{Access, Attribute, Backend},
-    error::{Error, Result},
+    driver::{Access, Attribute},
     internals::{Granularity, Handle, Location, MadeFor, Properties, Verbs, nvml},
     memory::{Allocation, Mapping, Region},
     session::order::Timeline,
@@ -22,12 +19,10 @@ use vmmfd::{
 use crate::{
     check::pattern::{self, Pattern, random_salt},
     doctor::{
-        ErrorDetails,
-        context::ProbeContext,
-        report::{ProbeResult, failed, micros, ok, skipped, timed, unsupported},
+        prelude::*,
+        report::{micros, skipped, timed, unsupported},
     },
     units::bytes,
-    verbs::HasVerbs,
 };
 
 /// The allocation size of most probes in bytes, before rounding up.

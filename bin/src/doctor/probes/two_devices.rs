@@ -1,22 +1,14 @@
 //! The probe of a device pair: one device uses memory of the other.
 
-use std::time::Duration;
-
 use vmmfd::{
     driver::{Access, code},
-    error::Result,
-    memory::{Allocation, Device, Mapping, Region, Reservation},
+    memory::{Allocation, Mapping, Region, Reservation},
 };
 
 use super::one_process::{SIZE, matches_pattern, write};
 use crate::{
     check::pattern::{Pattern, random_salt},
-    doctor::{
-        ErrorDetails,
-        context::ProbeContext,
-        report::{ProbeResult, failed, ok, unsupported},
-    },
-    verbs::HasVerbs,
+    doctor::{prelude::*, report::unsupported},
 };
 
 pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
