@@ -46,23 +46,3 @@ fn digest_is_bounded_by_the_memory() {
     let last = files::read(&mapping, LAST - 9, LAST - 9..LAST, &mut |_| Ok(())).unwrap();
     assert_eq!(last, files::read(&mapping, 0, 0..9, &mut |_| Ok(())).unwrap());
 }
-
-#[test]
-fn pattern_reaches_the_last_64_bit_offset() {
-    let subject = Subject::host();
-    let mapping = mapping(&subject);
-    let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
-    pattern::write(&mapping, LAST, LAST..LAST, pattern, done).unwrap();
-    assert_eq!(pattern::verify(&mapping, LAST, LAST..LAST, pattern, done).unwrap().words, 0);
-    // The last word lacks its last byte.
-    let (start, range) = (LAST - 11, LAST - 11..LAST);
-    pattern::write(&mapping, start, range.clone(), pattern, done).unwrap();
-    let found = pattern::verify(&mapping, start, range.clone(), pattern, done).unwrap();
-    assert_eq!((found.words, found.passed()), (3, true), "{found:?}");
-    let mut bytes = [0; 12];
-    mapping.copy_out(0, &mut bytes).unwrap();
-    assert_eq!((&bytes[4..8], bytes[11]), (&pattern.word(LAST / 4 - 1).to_le_bytes()[..], 0));
-    mapping.copy_in(9, &[!bytes[9]]).unwrap();
-    let found = pattern::verify(&mapping, start, range, pattern, done).unwrap();
-    assert_eq!((found.mismatches, found.first.unwrap().index), (1, LAST / 4), "{found:?}");
-}

@@ -50,38 +50,6 @@ fn errors_need_no_names_of_driver() {
 }
 
 #[test]
-fn stub_library_is_recognised() {
-    let fake = Copy::new().load();
-    fake.set("FAKECUDA_FAIL", "cuInit:1:34");
-    match CudaDriver::load_from(fake.path()) {
-        Err(error @ Error::Load(LoadError::Stub { .. })) => {
-            assert!(error.to_string().contains(fake.path().to_str().unwrap()), "{error}");
-            assert!(vmmfd_cli::error::hint(&error).unwrap().contains("LD_LIBRARY_PATH"));
-        }
-        other => panic!("{other:?}"),
-    }
-}
-
-#[test]
-fn failed_load_reports_the_code() {
-    let fake = Copy::new().load();
-    for (fault, call, code, name) in [
-        ("cuInit:1:999", "cuInit", 999, "CUDA_ERROR_UNKNOWN"),
-        ("cuInit:1:803", "cuInit", 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        ("cuDeviceGetCount:1:100", "cuDeviceGetCount", 100, "CUDA_ERROR_NO_DEVICE"),
-    ] {
-        fake.set("FAKECUDA_FAIL", fault);
-        match CudaDriver::load_from(fake.path()) {
-            Err(Error::Driver { call: told_call, code: told_code, name: told_name, source: None }) => {
-                assert_eq!((told_call, told_code, &*told_name), (call, code, name));
-            }
-            other => panic!("{fault}: {other:?}"),
-        }
-    }
-    CudaDriver::load_from(fake.path()).unwrap();
-}
-
-#[test]
 fn unknown_code_is_shown_as_number() {
     let (fake, driver) = loaded(Copy::new());
     for unknown in [4242, u32::MAX] {

@@ -13,7 +13,6 @@ cases! {
     unsupported_memory_is_refused,
     sealed_memory_is_read_only,
     failure_at_any_call_leaves_nothing,
-    impossible_size_reserves_no_addresses,
     ]
     gpus alone: [
     sealing_gpu_memory_is_an_agreement,
@@ -297,18 +296,6 @@ fn failure_at_any_call_leaves_nothing(subject: Subject) {
     everything(&subject, &device, unit, folder.path()).unwrap();
     let failed = subject.fail_each_call(|| everything(&subject, &device, unit, folder.path()));
     assert!(failed.len() > 20, "{failed:?}");
-}
-
-fn impossible_size_reserves_no_addresses(subject: Subject) {
-    let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
-    let (mut handle, fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
-    handle.memory.mapped_size = 1 << 46;
-    subject.faulty.take_verbs();
-    let refused = handle.open(&subject.driver, None, fds, ReadOnly);
-    let failed = matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, .. })));
-    assert!(failed, "{refused:?}");
-    let verbs = subject.faulty.take_verbs();
-    assert!(!verbs.contains(&"import") && !verbs.contains(&"reserve"), "{verbs:?}");
 }
 
 fn sealing_gpu_memory_is_an_agreement(subject: Subject) {

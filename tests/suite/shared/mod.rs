@@ -7,7 +7,6 @@ use std::{num::NonZeroUsize, os::unix::fs::FileExt};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use vmmfd::{
     Result,
-    error::ErrorCode,
     memory::{Array, Imported, Mechanism, Placement, Pointer, Pool, PoolBuffer, Sharing, VmmSpec},
 };
 use vmmfd_cli::check::files::{self, Source};

@@ -40,10 +40,6 @@ impl<'a> Mapped<'a> {
         self
     }
 
-    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
-        self.driver.copy_in(0, self.address + offset, bytes).unwrap();
-    }
-
     pub(crate) fn read<const LENGTH: usize>(&self, offset: u64) -> [u8; LENGTH] {
         let mut bytes = [0; LENGTH];
         self.driver.copy_out(0, self.address + offset, &mut bytes).unwrap();
