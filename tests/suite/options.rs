@@ -333,3 +333,14 @@ fn stopped_reader_blocks_no_signal() {
         drop(reader);
     }
 }
+
+#[test]
+fn hanging_driver_blocks_no_signal() {
+    let meeting = Meeting::fake();
+    let log = meeting.folder().join("calls");
+    let run = meeting.producer(&[]).env("FAKECUDA_SLOW", format!("cuMemCreate:{HANGS}")).env("FAKECUDA_LOG", &log);
+    let running = run.start();
+    wait_for("the call", || fs::read_to_string(&log).is_ok_and(|log| log.contains("cuMemCreate")));
+    running.signal(Signal::SIGINT);
+    running.end().code(130).says("error: interrupted");
+}
