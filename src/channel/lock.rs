@@ -35,7 +35,7 @@ impl<'a> PathLock<'a> {
     ///
     /// # Errors
     /// [`SocketError::FolderLocked`] if another process holds it for `timeout`; [`SocketError::Path`] if another user owns the lock
-    /// file; [`Error::System`], [`Error::Interrupted`].
+    /// file, or if it has another name too; [`Error::System`], [`Error::Interrupted`].
     pub(super) fn take(
         folder: &'a File,
         path: &Path,
@@ -69,11 +69,13 @@ impl<'a> PathLock<'a> {
         let file = openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|errno| failed(errno.into()))?;
         let file = File::from(above_standard(file).map_err(failed)?);
         let metadata = file.metadata().map_err(failed)?;
-        if metadata.uid() != geteuid().as_raw() || !metadata.is_file() {
+        // The mark overwrites the file: it must not be a file that also has another name.
+        if metadata.uid() != geteuid().as_raw() || !metadata.is_file() || metadata.nlink() > 1 {
             if geteuid().is_root() && unlinkat(folder, name, UnlinkatFlags::NoRemoveDir).is_ok() {
                 return Ok(None);
             }
-            let reason = format!("uid {} owns its lock {}: remove that file", metadata.uid(), name.display());
+            let (uid, links) = (metadata.uid(), metadata.nlink());
+            let reason = format!("its lock {} is of uid {uid} and has {links} names: remove that file", name.display());
             return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
         }
         // Independent of the umask.

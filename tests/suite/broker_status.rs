@@ -1,6 +1,11 @@
 //! `vmmfd status`, logged crashes, the options file, and access to the socket file.
 
-use std::{fs, os::unix::fs::MetadataExt, path::Path, process::Command};
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::Path,
+    process::Command,
+};
 
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
@@ -170,6 +175,20 @@ fn removed_files_are_created_again() {
         served.wait_for_log("so new clients can't connect: restart this broker", 1);
         fs::remove_file(&served.path).unwrap();
     }
+}
+
+/// A mark in the lock file would overwrite the other file.
+#[test]
+fn linked_lock_file_is_not_written() {
+    let place = Meeting::host();
+    let victim = place.folder().join("victim");
+    fs::write(&victim, "precious").unwrap();
+    fs::set_permissions(&victim, fs::Permissions::from_mode(0o640)).unwrap();
+    fs::hard_link(&victim, place.socket().with_file_name(".s.sock.lock")).unwrap();
+    let server = Server::bind(&place.socket(), ServerConfig::default(), &Cancel::new().unwrap());
+    // Root removes the name.
+    assert_eq!(server.is_ok(), nix::unistd::geteuid().is_root(), "{server:?}");
+    assert_eq!((fs::read_to_string(&victim).unwrap().as_str(), mode(&victim)), ("precious", 0o640));
 }
 
 #[test]
