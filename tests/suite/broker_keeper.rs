@@ -34,7 +34,7 @@ use crate::{
     support::{
         Subject,
         material::token,
-        served::{Keeper, Served, copied, is_alive, is_stopped, stored},
+        served::{Keeper, Served, copied, is_alive, is_stopped},
         session::spawn_alone,
     },
 };
@@ -109,34 +109,6 @@ fn settle(served: &Served) {
         let (held, stored) = served.kept(served.server());
         held == stored && held > 0
     });
-}
-
-#[test]
-fn consecutive_restarts_lose_nothing() {
-    let served = broker(3, &[]);
-    let server = &served.manager;
-    let keeper = served.keeper_manager();
-    let stop_keeper = || {
-        // The init's keeper takes over from the twin of the previous one. Until then, a signal ends it without an exit code.
-        until(|| served.keeper() == keeper.main(1));
-        assert_eq!(keeper.stop(Signal::SIGTERM), Some(0));
-    };
-    for _ in 0..3 {
-        // SIGTERM arrives before the server has sent the new keeper everything. The server sends the rest before it exits.
-        stop_keeper();
-        keeper.start_again();
-        assert_eq!(server.stop(Signal::SIGTERM), Some(0));
-        server.start_again();
-        check(&served, 3);
-        // Before it has received anything, a signal may kill it.
-        until(|| stored(keeper.main(1)) > 0);
-    }
-    assert!(!["is lost", "are lost"].iter().any(|text| served.log().contains(text)), "{}", served.log());
-    // The keeper holds everything without a server. The last process to exit reports the freed memory.
-    assert_eq!(server.stop(Signal::SIGTERM), Some(0));
-    assert_eq!(stored(served.keeper()), 3 * SEGMENTS);
-    stop_keeper();
-    served.wait_for_log("descriptors: 3 objects, 3 versions, ", 1);
 }
 
 #[test]

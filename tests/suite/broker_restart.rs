@@ -26,7 +26,7 @@ use crate::{
     support::{
         Subject,
         material::{get_message, put, value},
-        served::{Keeper, Served, is_alive, stored},
+        served::{Keeper, Served, is_alive},
         session::Session,
     },
 };
@@ -144,27 +144,6 @@ fn low_descriptor_limit_is_refused() {
     let mut child = Session::start(&mut command).unwrap();
     let text = io::read_to_string(child.stderr.take().unwrap()).unwrap();
     assert!(!child.wait().unwrap().success() && text.contains("RLIMIT_NOFILE") && text.contains("ulimit -n"), "{text}");
-}
-
-/// execve(2) limits arguments and environment to a quarter of the stack limit, but at least 128 KiB: this leaves 2 KiB of 256.
-const FULL_ENVIRONMENT: &str = "ulimit -s 1024; used=$(($(env | wc -c) + $(env | wc -l) * 8)); \
-    more=$(((256 * 1024 - used - 2048) / 2)); export FIRST=$(head -c $more /dev/zero | tr '\\0' x); \
-    export SECOND=$FIRST; exec";
-
-#[test]
-fn full_environment_keeps_restarts_possible() {
-    let subject = Subject::host();
-    let served = Served::under(FULL_ENVIRONMENT, Keeper::Own, &subject, &binary("vmmfd"), &[]);
-    let client = client(&served);
-    let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
-    client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
-    let all = stored(served.server());
-    served.kill_server();
-    served.kill_keeper();
-    let keeper = served.keeper();
-    kill(keeper, Signal::SIGTERM).unwrap();
-    until(|| served.keeper() != keeper && served.kept(served.server()) == (all, all));
-    assert_eq!(value(&client, &subject.driver, "many"), [9; 2]);
 }
 
 #[test]

@@ -11,6 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use nix::sys::eventfd::EventFd;
+
 use super::{
     dial::{Dialled, Dialler, no_broker},
     exchange::Exchange,
@@ -21,7 +23,6 @@ use super::{
     records::{buffer, is_broken, send_on},
     turns::Turns,
     waits::Waits,
-    waker::Waker,
 };
 use crate::{
     channel::{
@@ -71,8 +72,8 @@ pub(super) struct Connection {
     former: Mutex<Vec<(ClosedInForks, OwnedFd)>>,
     /// The waits on this connection and on the connections that belong to it.
     pub(super) waits: Arc<Waits>,
-    /// The background thread; `None` before the first lease, or if no thread could be started.
-    pub(super) watcher: OnceLock<Waker>,
+    /// Wakes the background thread. Unset before the first lease, or if no thread could be started.
+    pub(super) watcher: OnceLock<Arc<EventFd>>,
 }
 
 /// Marks the calling thread as the requester until it is dropped.
@@ -413,7 +414,8 @@ impl Connection {
 
     pub(super) fn wake_watcher(&self) {
         if let Some(watcher) = self.watcher.get() {
-            watcher.wake();
+            // Fails only if the counter is full, and then the thread wakes anyway.
+            let _ = watcher.write(1);
         }
     }
 
@@ -467,12 +469,11 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let Some(watcher) = self.watcher.get() else { return };
         // In a fork, the socket is closed.
-        if self.is_own() {
+        if self.watcher.get().is_some() && self.is_own() {
             // The background thread shares the socket, which must not outlive the connection.
             let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
-            watcher.wake();
+            self.wake_watcher();
         }
     }
 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::records::{SPIN, is_broken, receive_on, send_on, unexpected};
+use super::records::{SPIN, answer, is_broken, receive_on, send_on};
 use crate::{
     channel::{Cancel, Config, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     error::{Error, ErrorCode, PeerError, Result, SocketError},
@@ -92,18 +92,14 @@ impl Dialled {
             Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => {}
             Err(error) => return Err(error),
         }
-        match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's hello")? {
-            (Message::Hello(hello), _) if hello.capabilities.iter().any(|named| named == BROKER) => {}
-            (Message::Hello(_), _) => {
-                let message = "the listener is not a broker: its hello lacks the capability `broker`";
-                return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message: message.to_owned() }));
-            }
-            (other, _) => return Err(unexpected(&other, "hello")),
+        let mut receive = |purpose| receive_on(&socket, incoming, || deadline_after(timeout), purpose);
+        let (hello, _) = answer!(receive("for the broker's hello")?, Hello, "hello");
+        if !hello.capabilities.iter().any(|named| named == BROKER) {
+            let message = "the listener is not a broker: its hello lacks the capability `broker`";
+            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message: message.to_owned() }));
         }
-        match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's instance")? {
-            (Message::Resumed(Resumed { instance, .. }), _) => Ok(Self { socket, peer, instance }),
-            (other, _) => Err(unexpected(&other, "resumed")),
-        }
+        let (Resumed { instance, .. }, _) = answer!(receive("for the broker's instance")?, Resumed, "resumed");
+        Ok(Self { socket, peer, instance })
     }
 }
 

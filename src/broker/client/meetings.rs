@@ -1,22 +1,18 @@
 //! Introductions of publishers and subscribers by the broker.
 
-use std::{
-    net::Shutdown,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::Instant,
-};
+use std::{net::Shutdown, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use super::{
     Client,
-    dial::{Dialler, no_broker},
-    records::{buffer, is_broken, receive_on, send_on, unexpected},
+    dial::Dialler,
+    records::{is_broken, send_on, unexpected},
+    subscription::Subscription,
 };
 use crate::{
     broker::name::{check_name, check_prefix},
-    channel::{Cancel, Peer, deadline_after, record::RecordSocket},
+    channel::{Cancel, Peer, deadline_after},
     error::{Error, PeerError, ProtocolError, Result},
-    sys::{fork::ProcessIdentity, inherited::ClosedInForks},
+    sys::fork::ProcessIdentity,
     wire::broker::{Follow, Meet, Message, Met, OpenTopic},
 };
 
@@ -26,8 +22,7 @@ pub(crate) struct Meetings {
     dialler: Arc<Dialler>,
     request: Message,
     /// `None` if it broke.
-    socket: Option<(RecordSocket, ClosedInForks)>,
-    incoming: Vec<u8>,
+    subscription: Option<Subscription>,
     /// The number of failed attempts to connect since the last success.
     tries: u32,
     creator: ProcessIdentity,
@@ -62,13 +57,11 @@ impl Client {
     fn meetings(&self, request: Message, cancel: &Cancel) -> Result<Meetings> {
         self.0.check_fork()?;
         let dialler = self.0.second_connection("topics")?;
-        let (socket, incoming, tries) = (None, buffer(), 0);
-        let own = Arc::new(dialler.with_cancel(cancel));
-        let mut meetings =
-            Meetings { dialler: own, request, socket, incoming, tries, creator: ProcessIdentity::current() };
+        let (own, creator) = (Arc::new(dialler.with_cancel(cancel)), ProcessIdentity::current());
+        let mut meetings = Meetings { dialler: own, request, subscription: None, tries: 0, creator };
         // The program's own request cancels the first attempt.
         meetings.connect(dialler, deadline_after(dialler.timeout))?;
-        meetings.socket.iter_mut().for_each(|(socket, _)| socket.set_cancel(cancel));
+        meetings.subscription.iter_mut().for_each(|subscription| subscription.set_cancel(cancel));
         Ok(meetings)
     }
 }
@@ -76,8 +69,8 @@ impl Client {
 impl Drop for Meetings {
     /// The broker sees the end even if a fork of this process has a copy of the socket.
     fn drop(&mut self) {
-        if let Some((socket, _)) = self.socket.as_ref().filter(|_| self.creator.is_current()) {
-            let _ = socket.stream().shutdown(Shutdown::Both);
+        if let Some(subscription) = self.subscription.as_ref().filter(|_| self.creator.is_current()) {
+            let _ = subscription.socket().stream().shutdown(Shutdown::Both);
         }
     }
 }
@@ -89,15 +82,15 @@ impl Meetings {
     /// [`Error::Interrupted`]. Others are about one attempt: call it again.
     pub(crate) fn next(&mut self) -> Result<Meeting> {
         loop {
-            let Some((socket, _)) = &self.socket else {
+            let Some(subscription) = &mut self.subscription else {
                 self.dialler.pause(self.tries)?;
                 let dialler = Arc::clone(&self.dialler);
                 self.connect(&dialler, Instant::now())?;
                 continue;
             };
-            let asked = receive_on(socket, &mut self.incoming, || deadline_after(socket.timeout()), "for a peer");
-            let met = asked.and_then(|(message, fds)| {
-                send_on(socket, &Message::Met(Met {}), &[])?;
+            let limit = deadline_after(subscription.socket().timeout());
+            let met = subscription.next(limit, "for a peer").and_then(|(message, fds)| {
+                send_on(subscription.socket(), &Message::Met(Met {}), &[])?;
                 Meeting::read(message, fds)
             });
             match met {
@@ -105,7 +98,7 @@ impl Meetings {
                 Err(Error::Peer(PeerError::Timeout { .. })) => {}
                 Err(error @ Error::Interrupted { .. }) => return Err(error),
                 Err(error) => {
-                    self.socket = None;
+                    self.subscription = None;
                     if !is_broken(&error) {
                         return Err(error);
                     }
@@ -117,17 +110,12 @@ impl Meetings {
     /// Connects, and waits for a broker until `deadline`.
     fn connect(&mut self, dialler: &Dialler, deadline: Instant) -> Result<()> {
         self.tries = self.tries.saturating_add(1);
-        let dialled = dialler.dial_until(deadline, 0, &mut self.incoming);
-        let socket = dialled.map_err(|error| no_broker(error, dialler.timeout, true))?.socket;
-        send_on(&socket, &self.request, &[])?;
-        let limit = || deadline_after(dialler.timeout);
-        match receive_on(&socket, &mut self.incoming, limit, "for the broker's answer")? {
-            (Message::Opened(_), _) => {
-                let closed_in_forks = ClosedInForks::new(socket.as_fd());
-                (self.socket, self.tries) = (Some((socket, closed_in_forks)), 0);
+        match Subscription::open(dialler, deadline, &self.request)? {
+            (subscription, Message::Opened(_)) => {
+                (self.subscription, self.tries) = (Some(subscription), 0);
                 Ok(())
             }
-            (other, _) => Err(unexpected(&other, "opened")),
+            (_, other) => Err(unexpected(&other, "opened")),
         }
     }
 }

@@ -20,7 +20,6 @@ mod subscription;
 mod switch;
 mod turns;
 mod waits;
-mod waker;
 mod watch;
 mod watcher;
 
@@ -46,7 +45,7 @@ pub use self::{
 use self::{
     connection::Connection,
     lease::{differs, read_metadata},
-    records::unexpected,
+    records::answer,
 };
 use super::name::{check_name, check_prefix};
 use crate::{
@@ -207,13 +206,10 @@ impl Client {
         let mut all = Vec::<Summary>::new();
         loop {
             let after = all.last().map(|last| last.name.clone());
-            match self.ask(&Message::List(List { prefix: prefix.to_owned(), after }))? {
-                (Message::Objects(page), _) => {
-                    if is_last_page(&mut all, page.objects, page.more)? {
-                        return Ok(all);
-                    }
-                }
-                (other, _) => return Err(unexpected(&other, "objects")),
+            let request = Message::List(List { prefix: prefix.to_owned(), after });
+            let (page, _) = answer!(self.ask(&request)?, Objects, "objects");
+            if is_last_page(&mut all, page.objects, page.more)? {
+                return Ok(all);
             }
         }
     }
@@ -224,18 +220,15 @@ impl Client {
     /// [`Error::Broker`] with the code `absent` if it does not exist; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn stat(&self, name: &str, version: Option<u64>) -> Result<ObjectInfo> {
         check_name(name)?;
-        match self.ask(&Message::Stat(Stat { name: name.to_owned(), version }))? {
-            (Message::Version(mut version), fds) => {
-                let text = read_metadata(version.metadata.take(), &mut fds.into_iter());
-                let text = text.map_err(|problem| differs(format!("`{name}`: {problem}")))?;
-                let fields = |text: &Attached| Ok::<_, serde_json::Error>((text.read()?, text.read()?));
-                let fields = text.as_ref().map(fields).transpose();
-                let unreadable = |error: serde_json::Error| differs(format!("the metadata of `{name}`: {error}"));
-                let (metadata, texts) = fields.map_err(unreadable)?.unwrap_or_default();
-                Ok(ObjectInfo { version: *version, metadata, texts })
-            }
-            (other, _) => Err(unexpected(&other, "version")),
-        }
+        let request = Message::Stat(Stat { name: name.to_owned(), version });
+        let (mut version, fds) = answer!(self.ask(&request)?, Version, "version");
+        let text = read_metadata(version.metadata.take(), &mut fds.into_iter());
+        let text = text.map_err(|problem| differs(format!("`{name}`: {problem}")))?;
+        let fields = |text: &Attached| Ok::<_, serde_json::Error>((text.read()?, text.read()?));
+        let fields = text.as_ref().map(fields).transpose();
+        let unreadable = |error: serde_json::Error| differs(format!("the metadata of `{name}`: {error}"));
+        let (metadata, texts) = fields.map_err(unreadable)?.unwrap_or_default();
+        Ok(ObjectInfo { version: *version, metadata, texts })
     }
 
     /// Lists the leases of objects whose names start with `prefix` and that this user may read, the claims on such names, and the totals of
@@ -248,14 +241,11 @@ impl Client {
         let mut leases = Vec::<HeldLease>::new();
         loop {
             let after = leases.last().map(|last| last.number);
-            match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
-                (Message::Leases(page), _) => {
-                    if is_last_page(&mut leases, page.leases, page.more)? {
-                        let (claims, topics) = (page.claims.unwrap_or_default(), page.topics.unwrap_or_default());
-                        return Ok(Holders { leases, topics, totals: page.totals, claims, resuming: page.resuming });
-                    }
-                }
-                (other, _) => return Err(unexpected(&other, "leases")),
+            let request = Message::Who(Who { prefix: prefix.to_owned(), after });
+            let (page, _) = answer!(self.ask(&request)?, Leases, "leases");
+            if is_last_page(&mut leases, page.leases, page.more)? {
+                let (claims, topics) = (page.claims.unwrap_or_default(), page.topics.unwrap_or_default());
+                return Ok(Holders { leases, topics, totals: page.totals, claims, resuming: page.resuming });
             }
         }
     }
@@ -265,10 +255,7 @@ impl Client {
     /// # Errors
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn metrics(&self) -> Result<Measured> {
-        match self.ask(&Message::Measure(Measure {}))? {
-            (Message::Measured(measured), _) => Ok(*measured),
-            (other, _) => Err(unexpected(&other, "measured")),
-        }
+        Ok(*answer!(self.ask(&Message::Measure(Measure {}))?, Measured, "measured").0)
     }
 
     /// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends.
@@ -280,13 +267,9 @@ impl Client {
         check_name(name)?;
         // Makes the delete idempotent: it may be sent again after a reconnect.
         let request = Some(new_token()?);
-        match self.ask(&Message::Delete(Delete { name: name.to_owned(), request }))? {
-            (Message::Done(_), _) => {
-                self.0.forget_put(name);
-                Ok(())
-            }
-            (other, _) => Err(unexpected(&other, "done")),
-        }
+        answer!(self.ask(&Message::Delete(Delete { name: name.to_owned(), request }))?, Done, "done");
+        self.0.forget_put(name);
+        Ok(())
     }
 
     /// Ends the waits of other threads, of gets, puts and watches: they fail with [`Error::Broker`] and the code `stopped`. Does not block.

@@ -11,7 +11,7 @@ use super::{
     Client,
     exchange::Exchange,
     holdings::{Header, HeldPart, PartHeader},
-    records::unexpected,
+    records::{answer, unexpected},
 };
 use crate::{
     broker::request,
@@ -63,14 +63,7 @@ pub struct Put<'a> {
     /// Without the parts and the metadata.
     header: PutHeader,
     parts: Vec<PutPart<'a>>,
-    metadata: Option<Metadata>,
-}
-
-#[derive(Debug, serde::Serialize)]
-#[serde(untagged)]
-enum Metadata {
-    Fields(Check),
-    Texts(BTreeMap<String, Attached>),
+    metadata: Option<Attached>,
 }
 
 impl<'a> Put<'a> {
@@ -122,7 +115,7 @@ impl<'a> Put<'a> {
 
     /// Sets the metadata: at most 1 MiB as JSON.
     pub fn metadata(self, metadata: Check) -> Self {
-        Self { metadata: Some(Metadata::Fields(metadata)), ..self }
+        Self { metadata: Some(Attached::of(&metadata).expect("JSON values are JSON")), ..self }
     }
 
     /// Sets the metadata by the text of a JSON object. Its numbers keep all their digits.
@@ -130,9 +123,10 @@ impl<'a> Put<'a> {
     /// # Errors
     /// [`Error::Broker`] if it is not a JSON object.
     pub fn metadata_text(self, text: &str) -> Result<Self> {
-        let fields = serde_json::from_str(text);
-        let fields = fields.map_err(|error| invalid(format!("the metadata is not a JSON object: {error}")))?;
-        Ok(Self { metadata: Some(Metadata::Texts(fields)), ..self })
+        let fields = serde_json::from_str::<BTreeMap<String, Attached>>(text);
+        let metadata = fields.and_then(|fields| Attached::of(&fields));
+        let metadata = metadata.map_err(|error| invalid(format!("the metadata is not a JSON object: {error}")))?;
+        Ok(Self { metadata: Some(metadata), ..self })
     }
 
     /// Sets the permissions of a new name, like a file's; by default `0o600`. `r` allows get, list and watch; `w` allows replacement.
@@ -303,8 +297,7 @@ impl Client {
     /// [`Error::Broker`] if the broker refuses the put, which then has no effect; [`Error::Memory`] if an array is not inside its part;
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn put(&self, put: &Put<'_>) -> Result<Published> {
-        let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
-        let mut upload = Upload::of(put, metadata)?;
+        let mut upload = Upload::of(put)?;
         // Makes the put idempotent: it may be sent again after a reconnect.
         let request = super::new_token()?;
         upload.message.request = Some(request);
@@ -341,11 +334,12 @@ pub(super) fn restore(
     let backend = backends.into_iter().find(|known| known.as_str() == header.backend).ok_or_else(unknown)?;
     let mut put = Put::new(header.name.as_str());
     put.header = PutHeader { mode, lifetime, keep, ..put.header };
+    put.metadata.clone_from(&header.metadata);
     for (part, fds) in parts {
         let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
     }
-    let mut upload = Upload::of(&put, header.metadata.clone())?;
+    let mut upload = Upload::of(&put)?;
     upload.message.request = Some(super::new_token()?);
     let id = header.id.clone();
     upload.message.restore = Some(Restore { version, id, created_ms, owner, leases: leases.to_vec() });
@@ -361,11 +355,11 @@ pub(super) struct Upload<'a> {
 }
 
 impl<'a> Upload<'a> {
-    fn of(put: &'a Put<'_>, metadata: Option<Attached>) -> Result<Self> {
+    fn of(put: &'a Put<'_>) -> Result<Self> {
         check(put)?;
         let room = request::inline_room(put.parts.len(), put.header.announced.len());
         let mut tables = Tables { room, attached: Vec::new() };
-        let metadata = metadata.map(|text| tables.add(text)).transpose()?;
+        let metadata = put.metadata.clone().map(|text| tables.add(text)).transpose()?;
         let mut parts = Vec::with_capacity(put.parts.len());
         for PutPart { header: PartHeader { name, description, digest, arrays }, .. } in &put.parts {
             let (name, digest) = (name.clone(), digest.clone());
@@ -412,10 +406,7 @@ impl<'a> Upload<'a> {
                 at += some.len();
             }
         }
-        match exchange.receive("for the object to be published")? {
-            (Message::Published(published), _) => Ok(published),
-            (other, _) => Err(unexpected(&other, "published")),
-        }
+        Ok(answer!(exchange.receive("for the object to be published")?, Published, "published").0)
     }
 }
 

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Client, Holders, records::unexpected};
+use super::{Client, Holders, records::answer};
 use crate::{
     broker::name::check_name,
     channel::deadline_after,
@@ -168,10 +168,7 @@ impl Client {
 
     fn send_recall(&self, ids: &[String]) -> Result<()> {
         for ids in ids.chunks(MAX_RECALLED) {
-            match self.ask(&Message::Recall(broker::Recall { ids: ids.to_vec() }))? {
-                (Message::Done(_), _) => {}
-                (other, _) => return Err(unexpected(&other, "done")),
-            }
+            answer!(self.ask(&Message::Recall(broker::Recall { ids: ids.to_vec() }))?, Done, "done");
         }
         Ok(())
     }

@@ -80,7 +80,7 @@ impl Connection {
     fn subscribe(self: &Arc<Self>, deadline: Instant) -> Result<Subscription> {
         let dialler = self.second_connection("recalls")?;
         let watch = WatchHeader { recalls: true, ..WatchHeader::default() };
-        let (subscription, _) = Subscription::open(dialler, deadline, watch)?;
+        let (subscription, _) = Subscription::watch(dialler, deadline, watch)?;
         self.find_recalled()?;
         Ok(subscription)
     }

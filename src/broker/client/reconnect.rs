@@ -17,7 +17,7 @@ use super::{
     exchange::Exchange,
     holdings::{Header, LossReason, Notice, OwnLease},
     put,
-    records::{is_broken, unexpected},
+    records::{answer, is_broken},
 };
 use crate::{
     channel::deadline_after,
@@ -285,10 +285,8 @@ impl Connection {
 /// Resumes leases and puts. Returns the tokens that the broker does not know.
 pub(super) fn resume_on(exchange: &mut Exchange<'_>, resume: Resume) -> Result<Vec<Token>> {
     exchange.send_first(&Message::Resume(resume), &[])?;
-    match exchange.receive("for leases to be resumed")? {
-        (Message::Resumed(resumed), _) => Ok(resumed.lost),
-        (other, _) => Err(unexpected(&other, "resumed")),
-    }
+    let (resumed, _) = answer!(exchange.receive("for leases to be resumed")?, Resumed, "resumed");
+    Ok(resumed.lost)
 }
 
 /// Whether a restore failed because of the connection, so that no other restore can succeed.

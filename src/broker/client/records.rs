@@ -62,6 +62,18 @@ pub(super) fn is_broken(error: &Error) -> bool {
     matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
 }
 
+/// The body of an answer of this kind, and its descriptors. Fails for another kind.
+macro_rules! answer {
+    ($answer:expr, $kind:ident, $name:literal) => {
+        match $answer {
+            (Message::$kind(body), fds) => (body, fds),
+            (other, _) => return Err($crate::broker::client::records::unexpected(&other, $name)),
+        }
+    };
+}
+
+pub(super) use answer;
+
 /// The error for an unexpected answer.
 pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()

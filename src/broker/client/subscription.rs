@@ -1,12 +1,8 @@
-//! A connection that receives only events.
+//! A connection of one request, whose answers go on: events, or introductions.
 
 use std::{
     io,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
-    sync::Arc,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Instant,
 };
 
@@ -16,7 +12,7 @@ use super::{
 };
 use crate::{
     channel::{
-        deadline_after,
+        Cancel, deadline_after,
         record::{Arrival, RecordSocket},
     },
     error::{Error, PeerError, Result},
@@ -35,22 +31,21 @@ pub(super) struct Subscription {
 }
 
 impl Subscription {
-    /// Connects and subscribes. Waits until `deadline` for a listener. Returns the events up to now too.
-    pub(super) fn open(dialler: &Dialler, deadline: Instant, watch: WatchHeader) -> Result<(Self, Events)> {
-        let watch = Message::Watch(watch);
+    /// Connects and makes the request. Waits until `deadline` for a listener. Returns the first answer too.
+    pub(super) fn open(dialler: &Dialler, deadline: Instant, request: &Message) -> Result<(Self, Message)> {
         let mut incoming = buffer();
         let mut tries = 0;
         loop {
             let dialled = dialler.dial_until(deadline, tries, &mut incoming);
             let socket = dialled.map_err(|error| no_broker(error, dialler.timeout, true))?.socket;
-            let asked = send_on(&socket, &watch, &[])
-                .and_then(|()| receive_on(&socket, &mut incoming, || deadline_after(dialler.timeout), PURPOSE));
+            let limit = || deadline_after(dialler.timeout);
+            let asked = send_on(&socket, request, &[])
+                .and_then(|()| receive_on(&socket, &mut incoming, limit, "for the broker's answer"));
             match asked {
-                Ok((Message::Events(events), _)) => {
+                Ok((answer, _)) => {
                     let _closed_in_forks = ClosedInForks::new(socket.as_fd());
-                    return Ok((Self { socket, _closed_in_forks, incoming }, events));
+                    return Ok((Self { socket, _closed_in_forks, incoming }, answer));
                 }
-                Ok((other, _)) => return Err(unexpected(&other, "events")),
                 Err(error) if is_broken(&error) && Instant::now() < deadline => {}
                 Err(error) => return Err(error),
             }
@@ -59,13 +54,31 @@ impl Subscription {
         }
     }
 
-    pub(super) fn socket(&self) -> Arc<UnixStream> {
-        self.socket.shared()
+    /// As [`Subscription::open`], for a watch. Returns the events up to now too.
+    pub(super) fn watch(dialler: &Dialler, deadline: Instant, watch: WatchHeader) -> Result<(Self, Events)> {
+        match Self::open(dialler, deadline, &Message::Watch(watch))? {
+            (subscription, Message::Events(events)) => Ok((subscription, events)),
+            (_, other) => Err(unexpected(&other, "events")),
+        }
+    }
+
+    pub(super) fn socket(&self) -> &RecordSocket {
+        &self.socket
+    }
+
+    /// Another request cancels the waits from now on.
+    pub(super) fn set_cancel(&mut self, cancel: &Cancel) {
+        self.socket.set_cancel(cancel);
+    }
+
+    /// Waits for the next message until `deadline`.
+    pub(super) fn next(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        receive_on(&self.socket, &mut self.incoming, || deadline, purpose)
     }
 
     /// Waits for events until `deadline`. Returns `None` after it.
     pub(super) fn receive(&mut self, deadline: Instant) -> Result<Option<Events>> {
-        match receive_on(&self.socket, &mut self.incoming, || deadline, PURPOSE) {
+        match self.next(deadline, PURPOSE) {
             Ok((Message::Events(events), _)) => Ok(Some(events)),
             Ok((other, _)) => Err(unexpected(&other, "events")),
             Err(Error::Peer(PeerError::Timeout { .. })) => Ok(None),

@@ -164,7 +164,7 @@ impl Watch {
         let Self { connection, subscription, .. } = self;
         let Some(current) = subscription else { return self.subscribe() };
         let until = deadline.min(deadline_after(connection.timeout().min(POLL_INTERVAL)));
-        let waiting = connection.waits.add(current.socket(), stops)?;
+        let waiting = connection.waits.add(current.socket().shared(), stops)?;
         let received = current.receive(until);
         drop(waiting);
         match received {
@@ -192,7 +192,7 @@ impl Watch {
             recalls: false,
         };
         let dialler = self.connection.second_connection("watches")?;
-        let (subscription, events) = Subscription::open(dialler, deadline_after(dialler.timeout), watch)?;
+        let (subscription, events) = Subscription::watch(dialler, deadline_after(dialler.timeout), watch)?;
         self.subscription = Some(subscription);
         self.enqueue(events);
         Ok(())

@@ -18,7 +18,6 @@ use super::{
     dial::{Dialler, no_broker},
     records::buffer,
     subscription::Subscription,
-    waker::Waker,
 };
 use crate::{
     channel::{call_no_checks, cancel::eventfd},
@@ -59,7 +58,7 @@ impl Connection {
 ///
 /// # Errors
 /// [`Error::System`]. See eventfd(2), pthread_create(3).
-fn start(connection: &Arc<Connection>) -> Result<Waker> {
+fn start(connection: &Arc<Connection>) -> Result<Arc<EventFd>> {
     let wake = Arc::new(eventfd()?);
     let watcher = Watcher {
         connection: Arc::downgrade(connection),
@@ -69,7 +68,7 @@ fn start(connection: &Arc<Connection>) -> Result<Waker> {
     };
     sys::thread::spawn("vmmfd-broker", move || watcher.run())
         .map_err(|error| Error::system("start a thread", error))?;
-    Ok(Waker::new(wake))
+    Ok(wake)
 }
 
 /// Does the work of a connection that is up.

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::channel::Cancel;
 
-/// A complete handover.
+/// What a keeper has handed over.
 #[derive(Debug, Default)]
 pub(super) struct Handover {
     pub(super) entries: Entries,
@@ -26,16 +26,11 @@ pub(super) struct Handover {
     pub(super) allowed: u64,
     /// Whether the keeper has everything of its last server.
     pub(super) is_whole: bool,
+    /// Whether the keeper died before it had sent everything. Its twin may continue.
+    pub(super) is_cut: bool,
     /// For the next keeper: the listening socket, and the report of the last server.
     pub(super) listener: Option<OwnedFd>,
     pub(super) report: String,
-}
-
-/// The end of a handover.
-pub(super) enum Outcome {
-    Complete(Handover),
-    /// The keeper died. Its twin may continue.
-    Died(Handover),
 }
 
 /// Sends `request` to a keeper and receives everything that it holds. Blocks.
@@ -47,7 +42,7 @@ pub(super) fn receive_all(
     keeper: &Process,
     request: &Message,
     cancel: &Cancel,
-) -> io::Result<Outcome> {
+) -> io::Result<Handover> {
     let mut handover = Handover::default();
     let mut unacknowledged = 0;
     match send(socket, request, &[]) {
@@ -72,7 +67,7 @@ pub(super) fn receive_all(
             }
             Arrival::Message(Message::Complete(is_whole), _) => {
                 tracing::debug!(descriptors = handover.descriptors, is_whole, "received the keeper's descriptors");
-                return Ok(Outcome::Complete(Handover { is_whole, ..handover }));
+                return Ok(Handover { is_whole, ..handover });
             }
             Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
             Arrival::Message(message, _) => {
@@ -84,7 +79,7 @@ pub(super) fn receive_all(
                     "it aborted the handover because this process did not read: start this process again",
                 ));
             }
-            Arrival::End => return Ok(Outcome::Died(handover)),
+            Arrival::End => return Ok(Handover { is_cut: true, ..handover }),
             Arrival::Nothing => wait(socket, cancel)?,
         }
     }

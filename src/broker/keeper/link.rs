@@ -18,7 +18,7 @@ use super::{
     HANDOVER_TIMEOUT, Store, VERSION,
     dial::{dial, dial_if_there, unreachable},
     entries::Entry,
-    handover::{Handover, Outcome, receive_all},
+    handover::{Handover, receive_all},
     message::{Message, send},
     peer::Process,
 };
@@ -276,31 +276,25 @@ fn end(socket: &OwnedFd) {
 pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, cancel: &Cancel) -> Result<Takeover> {
     let hello = Message::Hello { version: VERSION, resends: false };
     loop {
-        let outcome = receive_all(&socket, &keeper, &hello, cancel).map_err(|error| {
+        let handover = receive_all(&socket, &keeper, &hello, cancel).map_err(|error| {
             if link.started.is_some() {
                 end(&socket);
             }
             link.failed(error)
         })?;
-        let (Handover { entries, allowed, is_whole, .. }, connection) = match outcome {
-            Outcome::Complete(handover) => (handover, Some(socket)),
-            Outcome::Died(handover) => match dial_if_there(&link.path, Duration::ZERO, cancel)? {
-                Some(twin) => {
-                    (socket, keeper) = twin;
-                    continue;
-                }
-                None if handover.descriptors == 0 => {
-                    return Err(link.failed(io::Error::other("it died before it sent its descriptors")));
-                }
-                None => {
-                    // These may be the last copies of the descriptors.
-                    tracing::error!(descriptors = handover.descriptors, "the keeper died during the handover");
-                    (Handover { is_whole: false, ..handover }, None)
-                }
-            },
-        };
-        let allowed = connection.as_ref().map_or(0, |_| usize::try_from(allowed).unwrap_or(usize::MAX));
-        let store = Store::over(connection, allowed);
+        let Handover { entries, descriptors, allowed, is_whole, is_cut, .. } = handover;
+        if is_cut {
+            if let Some(twin) = dial_if_there(&link.path, Duration::ZERO, cancel)? {
+                (socket, keeper) = twin;
+                continue;
+            }
+            if descriptors == 0 {
+                return Err(link.failed(io::Error::other("it died before it sent its descriptors")));
+            }
+            // These may be the last copies of the descriptors.
+            tracing::error!(descriptors, "the keeper died during the handover");
+        }
+        let store = Store::over((!is_cut).then_some(socket), usize::try_from(allowed).unwrap_or(usize::MAX));
         return Ok(Takeover { store, inherited: entries.into_all(), whole: is_whole, link, keeper });
     }
 }

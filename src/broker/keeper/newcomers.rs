@@ -32,15 +32,6 @@ struct Newcomer {
     deadline: Instant,
 }
 
-/// The request of a new connection.
-#[derive(Debug)]
-pub(super) enum NewcomerRequest {
-    /// A server wants to be served.
-    Serve { socket: OwnedFd, pid: i32, version: u32, resends: bool },
-    /// Another keeper takes over from this one.
-    Succeed { socket: OwnedFd, pid: i32, version: u32 },
-}
-
 /// The listening socket and its new connections.
 #[derive(Debug)]
 pub(super) struct Newcomers {
@@ -129,8 +120,9 @@ impl Newcomers {
         self.waiting.iter().map(|newcomer| newcomer.deadline).min()
     }
 
-    /// Accepts connections of this user and reads their first messages. Does not block.
-    pub(super) fn requests(&mut self) -> Vec<NewcomerRequest> {
+    /// Accepts connections of this user and reads their first messages: the `Hello` of a server, or the `Succeed` of another keeper. Also
+    /// returns the process of each. Does not block.
+    pub(super) fn requests(&mut self) -> Vec<(OwnedFd, i32, Message)> {
         self.accept();
         let mut requests = Vec::new();
         for newcomer in std::mem::take(&mut self.waiting) {
@@ -139,11 +131,8 @@ impl Newcomers {
                 Ok(Arrival::Nothing) if deadline > Instant::now() => {
                     self.waiting.push(Newcomer { socket, pid, deadline });
                 }
-                Ok(Arrival::Message(Message::Hello { version, resends }, _)) => {
-                    requests.push(NewcomerRequest::Serve { socket, pid, version, resends });
-                }
-                Ok(Arrival::Message(Message::Succeed { version }, _)) => {
-                    requests.push(NewcomerRequest::Succeed { socket, pid, version });
+                Ok(Arrival::Message(first @ (Message::Hello { .. } | Message::Succeed { .. }), _)) => {
+                    requests.push((socket, pid, first));
                 }
                 // Close the connection: it timed out, closed or sent another message.
                 _ => {}

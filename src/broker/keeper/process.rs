@@ -26,10 +26,10 @@ use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
     dial::{dial_if_there, unreachable},
     entries::Entries,
-    handover::{Handover, Outcome, receive_all},
+    handover::{Handover, receive_all},
     held::Held,
     message::{Arrival, Message, receive, send},
-    newcomers::{NewcomerRequest, Newcomers, answer},
+    newcomers::{Newcomers, answer},
     peer::{Process, until},
     twin::{Side, Twin},
 };
@@ -94,8 +94,9 @@ impl KeeperProcess {
         loop {
             if let Some((socket, keeper)) = dial_if_there(path, Duration::ZERO, cancel)? {
                 let request = Message::Succeed { version: VERSION };
-                let outcome = receive_all(&socket, &keeper, &request, cancel);
-                if let Outcome::Complete(handover) = outcome.map_err(|error| unreachable(path, error))?
+                let handover = receive_all(&socket, &keeper, &request, cancel);
+                let handover = handover.map_err(|error| unreachable(path, error))?;
+                if !handover.is_cut
                     && let Some(keeper) = Self::after((socket, keeper), handover, path, is_detached, cancel)?
                 {
                     return Ok(keeper);
@@ -106,7 +107,8 @@ impl KeeperProcess {
                     // Another keeper starts at this moment.
                     Err(Error::Socket(SocketError::AlreadyServed { .. })) if Instant::now() < deadline => {}
                     newcomers => {
-                        return Ok(Self::new(Held::new(Entries::default(), String::new()), newcomers?, is_detached));
+                        let held = Held::new(Entries::default(), String::new());
+                        return Ok(Self::new(held, Some(newcomers?), is_detached));
                     }
                 }
             }
@@ -131,7 +133,7 @@ impl KeeperProcess {
         let mut held = Held::new(entries, report);
         held.is_whole = is_whole;
         let mut keeper =
-            Self { predecessor: Some(predecessor), awaits_server, ..Self::new(held, newcomers, is_detached) };
+            Self { predecessor: Some(predecessor), awaits_server, ..Self::new(held, Some(newcomers), is_detached) };
         // The twin must not handle signals before it is the keeper.
         block_signals()?;
         let parent = process::id();
@@ -149,11 +151,11 @@ impl KeeperProcess {
         Ok(Some(keeper))
     }
 
-    fn new(held: Held, newcomers: Newcomers, is_detached: bool) -> Self {
+    fn new(held: Held, newcomers: Option<Newcomers>, is_detached: bool) -> Self {
         Self {
             held,
             server: None,
-            newcomers: Some(newcomers),
+            newcomers,
             twin: Twin::default(),
             predecessor: None,
             is_detached,
@@ -184,8 +186,14 @@ impl KeeperProcess {
             notify("READY=1");
         }
         while self.exit.is_none() {
-            self.wait(&signals)?;
+            let is_from_server = self.wait(&signals)?;
             self.read_server(MESSAGES_PER_TURN);
+            if is_from_server {
+                // Nothing else has happened, and a put waits for this.
+                self.keep_twin();
+                self.heap.note(self.held.entries());
+                continue;
+            }
             self.check_server();
             self.serve_newcomers();
             // A second signal must not end the twin that continues after the first.
@@ -229,15 +237,17 @@ impl KeeperProcess {
         }
     }
 
-    fn wait(&self, signals: &SignalFd) -> Result<()> {
+    /// Waits for an event. Returns whether it is only a message of the server.
+    fn wait(&self, signals: &SignalFd) -> Result<bool> {
         fn watch(fd: BorrowedFd<'_>) -> PollFd<'_> {
             PollFd::new(fd, PollFlags::POLLIN)
         }
         let mut fds = vec![watch(signals.as_fd())];
-        fds.extend(self.server.as_ref().map(|server| watch(server.socket.as_fd())));
         fds.extend(self.server.as_ref().and_then(|server| server.process.pidfd()).map(watch));
         fds.extend(self.newcomers.iter().flat_map(Newcomers::watched).map(watch));
         fds.extend(self.twin.pidfd().map(watch));
+        let others = fds.len();
+        fds.extend(self.server.as_ref().map(|server| watch(server.socket.as_fd())));
         let frees_at = self.frees_at.filter(|_| self.server.is_none());
         let newcomers = self.newcomers.as_ref().and_then(Newcomers::deadline);
         let deadlines = [newcomers, self.twin.next_fork, self.unused_at(), frees_at];
@@ -245,7 +255,8 @@ impl KeeperProcess {
             PollTimeout::try_from(until(at) + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
         match poll(&mut fds, timeout) {
-            Ok(_) | Err(Errno::EINTR) => Ok(()),
+            Ok(0) | Err(Errno::EINTR) => Ok(false),
+            Ok(_) => Ok(newcomers.is_none() && fds[..others].iter().all(|fd| fd.any() == Some(false))),
             Err(errno) => Err(Error::system("wait for the server", errno)),
         }
     }
@@ -432,14 +443,13 @@ impl KeeperProcess {
     /// Handles the requests of new connections.
     fn serve_newcomers(&mut self) {
         let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
-        for request in requests {
+        for (socket, pid, request) in requests {
             match request {
                 // Closes the connection: the peer connects to the next keeper.
                 _ if self.exit.is_some() => {}
-                NewcomerRequest::Serve { socket, pid, version, resends } => {
-                    self.replace_server(socket, pid, version, resends)
-                }
-                NewcomerRequest::Succeed { socket, pid, version } => self.serve_successor(&socket, pid, version),
+                Message::Hello { version, resends } => self.replace_server(socket, pid, version, resends),
+                Message::Succeed { version } => self.serve_successor(&socket, pid, version),
+                _ => {}
             }
         }
     }

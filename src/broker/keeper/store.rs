@@ -52,11 +52,7 @@ enum Item {
     Entry(u64),
     Update(u64),
     Remove(u64),
-    Complete,
-    Sync(u64),
-    Serving,
-    Stopping(String),
-    Exit(String),
+    Other(Message),
 }
 
 /// The result of a flush.
@@ -93,7 +89,7 @@ pub(in crate::broker) struct Store {
     queued: u64,
     sent: u64,
     confirmed: u64,
-    /// Whether entries were queued after the last sync.
+    /// Whether someone waits for the confirmation of items after the last sync.
     needs_sync: bool,
     /// Descriptors sent and not acknowledged.
     in_flight: usize,
@@ -147,7 +143,7 @@ impl Store {
         self.used += descriptors;
         // The beginning that the keeper has belongs to the replaced entry.
         self.sending.take_if(|sending| sending.key == key);
-        self.change(Item::Entry(key));
+        self.push(Item::Entry(key));
     }
 
     /// Sends an entry with `now` descriptors instead of `before`.
@@ -158,45 +154,41 @@ impl Store {
 
     /// Sends the new manifest of an entry.
     pub(in crate::broker) fn update(&mut self, key: u64) {
-        self.change(Item::Update(key));
+        self.push(Item::Update(key));
     }
 
     /// Removes an entry with this number of descriptors.
     pub(in crate::broker) fn remove(&mut self, key: u64, descriptors: usize) {
         self.used = self.used.saturating_sub(descriptors);
-        self.change(Item::Remove(key));
+        self.push(Item::Remove(key));
     }
 
-    fn change(&mut self, item: Item) {
-        self.push(item);
-        self.needs_sync = true;
-    }
-
-    /// Tells the keeper that its set is complete.
+    /// Tells the keeper that its set is complete. A sync follows, for the marks of an earlier connection.
     pub(in crate::broker) fn complete(&mut self) {
-        self.push(Item::Complete);
+        self.push(Item::Other(Message::Complete(true)));
+        self.needs_sync = true;
     }
 
     /// Tells the keeper that the server is ready.
     pub(in crate::broker) fn serving(&mut self) {
-        self.push(Item::Serving);
+        self.push(Item::Other(Message::Serving));
     }
 
     /// Tells the keeper that the server leaves, with a summary of its objects. A [`Store::sync`] must follow.
     pub(in crate::broker) fn stopping(&mut self, held: String) {
-        self.push(Item::Stopping(held));
+        self.push(Item::Other(Message::Stopping(held)));
     }
 
     /// Makes the keeper exit and free everything. The summary is for its log.
     pub(in crate::broker) fn exit(&mut self, held: String) {
-        self.push(Item::Exit(held));
+        self.push(Item::Other(Message::Exit(held)));
     }
 
     /// Queues a sync and returns its mark, for [`Store::is_confirmed`].
     pub(in crate::broker) fn sync(&mut self) -> Mark {
-        self.push(Item::Sync(self.queued + 1));
+        self.push(Item::Other(Message::Sync(self.queued + 1)));
         self.needs_sync = false;
-        self.mark()
+        Mark(self.queued)
     }
 
     fn push(&mut self, item: Item) {
@@ -207,9 +199,15 @@ impl Store {
         self.queued += 1;
     }
 
-    /// The mark after everything queued so far.
-    pub(in crate::broker) fn mark(&self) -> Mark {
+    /// The mark after everything queued so far. A sync follows: the keeper confirms nothing that nobody waits for.
+    pub(in crate::broker) fn mark(&mut self) -> Mark {
+        self.needs_sync |= self.confirmed < self.queued;
         Mark(self.queued)
+    }
+
+    /// Whether nothing was queued after a mark.
+    pub(in crate::broker) fn is_last(&self, mark: Mark) -> bool {
+        self.queued == mark.0
     }
 
     /// Whether the keeper has read everything before a mark. Without a keeper, there is nothing to wait for.
@@ -252,7 +250,7 @@ impl Store {
         self.connection().is_some_and(|socket| sys::unread(socket).is_ok_and(|bytes| bytes > 0))
     }
 
-    /// Sends queued messages, and a sync after the last entry. Drops the connection if the keeper is gone.
+    /// Sends queued messages, and a sync after a mark. Drops the connection if the keeper is gone.
     pub(in crate::broker) fn flush(&mut self, source: &impl Source) -> Flushed {
         if self.keeper == Keeper::None {
             return Flushed::All;
@@ -261,7 +259,7 @@ impl Store {
         loop {
             if self.queue.is_empty() && std::mem::take(&mut self.needs_sync) {
                 self.queued += 1;
-                self.queue.push_back(Item::Sync(self.queued));
+                self.queue.push_back(Item::Other(Message::Sync(self.queued)));
             }
             let Some(first) = self.queue.front() else { return Flushed::All };
             let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
@@ -301,11 +299,7 @@ impl Store {
                     items = keys.len();
                     Message::Remove(keys)
                 }
-                Item::Complete => Message::Complete(true),
-                Item::Sync(number) => Message::Sync(*number),
-                Item::Serving => Message::Serving,
-                Item::Stopping(held) => Message::Stopping(held.clone()),
-                Item::Exit(held) => Message::Exit(held.clone()),
+                Item::Other(message) => message.clone(),
             };
             if let Err(error) = send(connection, &message, &fds) {
                 return match error.raw_os_error() {

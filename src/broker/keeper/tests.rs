@@ -74,10 +74,6 @@ impl Ends {
         }
     }
 
-    fn all(&self) -> Vec<Message> {
-        std::iter::from_fn(|| self.next()).collect()
-    }
-
     fn answer(&mut self, message: &Message) {
         send(&self.keeper, message, &[]).unwrap();
         self.store.read();
@@ -194,30 +190,6 @@ fn entry_counts_when_it_is_whole() {
 }
 
 #[test]
-fn missing_entries_are_not_sent() {
-    let mut ends = Ends::new(100);
-    [1, MISSING, 2].into_iter().for_each(|key| ends.store.send(key, 1));
-    ends.store.remove(1, 1);
-    ends.store.remove(2, 1);
-    assert_eq!(ends.flush(), Flushed::All);
-    assert_eq!(ends.all(), [entry(1), entry(2), Message::Remove(vec![1, 2]), Message::Sync(6)]);
-}
-
-#[test]
-fn only_a_synced_mark_is_confirmed() {
-    let mut ends = Ends::new(100);
-    ends.store.send(1, 1);
-    let mark = ends.store.mark();
-    assert_eq!(ends.flush(), Flushed::All);
-    assert!(!ends.store.is_confirmed(mark));
-    let Some(Message::Sync(number)) = ends.all().pop() else { panic!("no sync") };
-    ends.answer(&Message::Synced(number));
-    assert!(ends.store.is_confirmed(mark));
-    ends.store.send(2, 1);
-    assert!(!ends.store.is_confirmed(ends.store.mark()));
-}
-
-#[test]
 fn descriptors_beyond_the_limit_are_refused() {
     let mut ends = Ends::new(10);
     (1..5).for_each(|key| ends.store.send(key, 2));
@@ -228,32 +200,6 @@ fn descriptors_beyond_the_limit_are_refused() {
         refusal.message.contains("holds 8 descriptors and has no room for 3 more")
             && refusal.message.contains("LimitNOFILE")
     );
-}
-
-#[test]
-fn next_keeper_confirms_everything_anew() {
-    let mut ends = Ends::new(100);
-    ends.store.send(1, 1);
-    ends.flush();
-    let (ours, keeper) = pair().unwrap();
-    ends.replace_keeper(keeper);
-    ends.store.read();
-    // Without a connection nothing is confirmed.
-    assert_eq!(ends.flush(), Flushed::Gone);
-    ends.store.send(2, 1);
-    let mark = ends.store.mark();
-    ends.store.start_over(ours).unwrap();
-    assert_eq!(ends.store.room().0, 0);
-    [1, 2].into_iter().for_each(|key| ends.store.send(key, 1));
-    ends.store.complete();
-    assert_eq!(ends.flush(), Flushed::All);
-    let hello = Message::Hello { version: VERSION, resends: true };
-    assert_eq!(ends.all(), [hello, entry(1), entry(2), Message::Complete(true), Message::Sync(7)]);
-    assert!(!ends.store.is_confirmed(mark));
-    ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
-    ends.answer(&Message::Synced(7));
-    assert!(ends.store.is_confirmed(mark));
-    assert_eq!(ends.store.room(), (2, 7));
 }
 
 /// A partial handover is used only if the keeper is dead: a living keeper still has everything.
@@ -291,14 +237,4 @@ fn refusal_keeps_nothing() {
     ends.answer(&Message::Refused("another server".to_owned()));
     assert!(!ends.store.is_confirmed(mark));
     assert_eq!(ends.flush(), Flushed::Gone);
-}
-
-#[test]
-fn everything_is_confirmed_without_keeper() {
-    let sources = Ends::new(1).sources;
-    let mut store = Store::none();
-    store.send(1, 1);
-    store.remove(1, 1);
-    assert!(store.is_confirmed(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
-    assert_eq!(store.flush(&sources), Flushed::All);
 }

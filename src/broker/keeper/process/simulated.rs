@@ -1,11 +1,6 @@
 //! The keeper in the simulation: its real descriptors and messages over a socket pair, without its loop, signals and listener.
 
-use std::{
-    io,
-    os::fd::OwnedFd,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{io, os::fd::OwnedFd, path::Path, time::Duration};
 
 use nix::poll::PollFlags;
 
@@ -16,9 +11,9 @@ use super::{
         message::{Arrival, Message, Piece, receive, send},
         peer::{pair, ready},
     },
-    Entries, Held, KeeperProcess, Twin,
+    Entries, Held, KeeperProcess,
 };
-use crate::{broker::manifest::BROKER, channel::Cancel, sys::Heap};
+use crate::{broker::manifest::BROKER, channel::Cancel};
 
 /// A pair of sockets whose first end holds only a few messages.
 fn small_pair() -> (OwnedFd, OwnedFd) {
@@ -40,19 +35,7 @@ pub(in crate::broker) enum KeeperFlaw {
 impl KeeperProcess {
     /// A keeper that holds nothing.
     pub(in crate::broker) fn simulated() -> Self {
-        Self {
-            held: Held::new(Entries::default(), String::new()),
-            server: None,
-            newcomers: None,
-            twin: Twin::default(),
-            predecessor: None,
-            heap: Heap::default(),
-            is_detached: false,
-            alone_since: Instant::now(),
-            awaits_server: false,
-            frees_at: None,
-            exit: None,
-        }
+        Self::new(Held::new(Entries::default(), String::new()), None, false)
     }
 
     /// Ends it.

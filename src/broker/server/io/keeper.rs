@@ -264,7 +264,7 @@ impl Reactor {
     fn is_handed_over(&mut self) -> bool {
         let store = self.state.objects.store();
         let Some(mark) = self.keeper.leave_mark.filter(|mark| store.is_confirmed(*mark)) else { return false };
-        if store.mark() == mark {
+        if store.is_last(mark) {
             return true;
         }
         self.keeper.leave_mark = Some(self.state.objects.store_mut().sync());

@@ -69,7 +69,7 @@ fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
     state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
-            let mark = state.objects.store().mark();
+            let mark = state.objects.store_mut().mark();
             state.changes.unconfirmed.push_back((mark, Unconfirmed::Put { key, name, makers, restore }));
             effects.push(Effect::Store);
         }
@@ -93,7 +93,7 @@ pub(crate) fn answer_when_confirmed(
         return effects.push(Effect::Listen(id));
     }
     state.set_request(id, PendingRequest::Confirmation);
-    let mark = state.objects.store().mark();
+    let mark = state.objects.store_mut().mark();
     state.changes.unconfirmed.push_back((mark, Unconfirmed::Request(id)));
     effects.push(Effect::Store);
 }

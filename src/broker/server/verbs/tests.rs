@@ -4,17 +4,12 @@ mod bounds;
 mod leases;
 mod users;
 
-use std::{
-    collections::BTreeMap,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 
 use super::{
-    connection::{all_sent, connected, deadline_passed, disconnected},
+    connection::{all_sent, connected, disconnected},
     dispatch::handle,
     effects::{Effect, Effects},
     publish::complete_confirmed,
@@ -220,10 +215,6 @@ impl Seen {
         self.0.iter().map(closed).sum()
     }
 
-    fn sets_deadline(&self) -> bool {
-        self.0.iter().any(|effect| matches!(effect, Effect::Deadline { deadline: Some(_), .. }))
-    }
-
     fn ends(&self, id: ConnectionId) -> Option<ErrorCode> {
         self.0.iter().find_map(|effect| match effect {
             Effect::End { client, code, .. } if *client == id => Some(*code),
@@ -260,21 +251,6 @@ fn foreign_version_changes_nothing() {
 }
 
 #[test]
-fn get_returns_published_put() {
-    let mut test = Fixture::new();
-    let (maker, reader) = (test.client(), test.client());
-    assert_eq!(test.put(maker, "a", "").published(maker).version, 1);
-    let seen = test.get(reader, "a", "");
-    assert_eq!(seen.lease(reader).1, 1);
-    assert_eq!(test.leases(), 1);
-    let Effect::Send { records, .. } = seen.0.iter().find(|of| matches!(of, Effect::Send { .. })).unwrap() else {
-        unreachable!()
-    };
-    let fd = test.state.objects.descriptor(records[0].fds[0]);
-    assert!(memfd::inspect(fd.as_fd(), GRANULARITY).is_ok());
-}
-
-#[test]
 fn refused_put_closes_descriptors() {
     let mut test = Fixture::new();
     let maker = test.client();
@@ -290,72 +266,6 @@ fn refused_put_closes_descriptors() {
 }
 
 #[test]
-fn repeated_put_publishes_once() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    let request = format!(r#", "request": {}"#, serde_json::to_string(&Token([7; 16])).unwrap());
-    let first = test.put(maker, "a", &request).published(maker);
-    let again = test.client();
-    let seen = test.put(again, "a", &request);
-    assert_eq!((seen.published(again), seen.closed()), (first, 1));
-}
-
-#[test]
-fn get_waits_for_put() {
-    let mut test = Fixture::new();
-    let (maker, reader) = (test.client(), test.client());
-    let seen = test.get(reader, "a", r#", "wait_ms": 1000"#);
-    assert!(seen.messages(reader).is_empty() && seen.sets_deadline());
-    let seen = test.put(maker, "a", "");
-    assert_eq!((seen.published(maker).version, seen.lease(reader).1), (1, 1));
-    // The get no longer waits.
-    assert!(test.run(|state, effects| deadline_passed(state, effects, reader)).0.is_empty());
-}
-
-#[test]
-fn get_times_out() {
-    let mut test = Fixture::new();
-    let reader = test.client();
-    assert_eq!(test.get(reader, "a", "").refusal(reader), RefusalCode::Absent);
-    test.get(reader, "a", r#", "wait_ms": 1000"#);
-    assert_eq!(
-        test.run(|state, effects| deadline_passed(state, effects, reader)).refusal(reader),
-        RefusalCode::Timeout
-    );
-    let maker = test.client();
-    assert!(test.put(maker, "a", "").messages(reader).is_empty());
-}
-
-#[test]
-fn claim_passes_on_disconnect() {
-    let mut test = Fixture::new();
-    let (first, second) = (test.client(), test.client());
-    let claim = r#", "wait_ms": 1000, "claim": {}"#;
-    assert!(matches!(test.get(first, "a", claim).message(first), Message::Claimed(_)));
-    assert!(test.get(second, "a", claim).messages(second).is_empty());
-    assert!(matches!(
-        test.run(|state, effects| disconnected(state, effects, first)).message(second),
-        Message::Claimed(_)
-    ));
-}
-
-#[test]
-fn delete_keeps_leased_memory() {
-    let mut test = Fixture::new();
-    let (maker, reader) = (test.client(), test.client());
-    test.put(maker, "a", "");
-    let (token, _) = test.get(reader, "a", "").lease(reader);
-    let delete = |name: &str| Message::Delete(serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#)).unwrap());
-    assert!(matches!(test.ask(maker, delete("a")).message(maker), Message::Done(_)));
-    assert_eq!(test.ask(maker, delete("a")).refusal(maker), RefusalCode::Absent);
-    assert_eq!(test.state.objects.total().versions, 1);
-    let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
-    assert!(test.ask(reader, release).0.is_empty());
-    assert_eq!(test.state.objects.total().versions, 0);
-    assert_eq!(test.state.objects.take_garbage().iter().flat_map(|(_, fds)| fds).count(), 1);
-}
-
-#[test]
 fn deleted_name_needs_no_expiry_check() {
     let mut test = Fixture::new();
     let maker = test.client();
@@ -363,27 +273,6 @@ fn deleted_name_needs_no_expiry_check() {
     assert!(test.state.objects.take_expiries().last().unwrap().1.is_some());
     test.ask(maker, Message::Delete(serde_json::from_str(r#"{"name": "a"}"#).unwrap()));
     assert!(test.state.objects.take_expiries().last().unwrap().1.is_none());
-}
-
-#[test]
-fn watch_gets_events_of_prefix() {
-    let mut test = Fixture::new();
-    let (maker, watcher) = (test.client(), test.client());
-    test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "a/"}"#).unwrap()));
-    let mut next = || {
-        let seen = test.run(send_events);
-        let events = seen.messages(watcher).into_iter().map(|message| match message {
-            Message::Events(events) => events.events,
-            other => panic!("{other:?}"),
-        });
-        let names = events.flatten().map(|event| (event.kind, event.name)).collect::<Vec<_>>();
-        test.put(maker, &format!("a/{}", test.state.objects.events().last_event()), "");
-        test.put(maker, &format!("b/{}", test.state.objects.events().last_event()), "");
-        names
-    };
-    assert_eq!(next(), []);
-    assert_eq!(next(), [(EventKind::Published, "a/0".to_owned())]);
-    assert_eq!(next(), [(EventKind::Published, "a/2".to_owned())]);
 }
 
 /// The kinds of the events that a watcher gets now.
@@ -421,45 +310,6 @@ fn recall_marks_leases_until_they_end() {
     // The recall does not concern later leases.
     test.get(reader, "a", "").lease(reader);
     assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![false], vec![]));
-}
-
-#[test]
-fn resume_moves_leases() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    let before = test.client();
-    let after = test.client();
-    test.put(maker, "a", "");
-    let (token, _) = test.get(before, "a", "").lease(before);
-    let resume = json!({
-        "leases": [{ "token": token, "id": "", "size": 0 }, { "token": Token([1; 16]), "id": "", "size": 0 }]
-    });
-    let seen = test.ask(after, Message::Resume(serde_json::from_value(resume).unwrap()));
-    let Message::Resumed(resumed) = seen.message(after) else { panic!() };
-    assert_eq!(resumed.lost, [Token([1; 16])]);
-    disconnected(&mut test.state, &mut Effects::default(), before);
-    assert_eq!(test.leases(), 1);
-    disconnected(&mut test.state, &mut Effects::default(), after);
-    assert_eq!(test.leases(), 0);
-}
-
-#[test]
-fn group_parts_are_published_together() {
-    let mut test = Fixture::new();
-    let first = test.client();
-    let second = test.client();
-    let third = test.client();
-    let group = r#", "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#;
-    let seen = test.put(first, "a", &format!("x|{group}"));
-    assert!(seen.messages(first).is_empty() && seen.sets_deadline());
-    assert_eq!(test.put(third, "a", &format!("x|{group}")).refusal(third), RefusalCode::Exists);
-    let seen = test.put(second, "a", &format!("y|{group}"));
-    assert_eq!(seen.published(first), seen.published(second));
-    // Disconnecting withdraws the client's part.
-    test.put(first, "b", &format!("x|{group}"));
-    let seen = test.run(|state, effects| disconnected(state, effects, first));
-    assert!(test.state.drafts.is_empty());
-    assert!(seen.0.iter().any(|effect| matches!(effect, Effect::CloseFds { fds, .. } if fds.len() == 1)));
 }
 
 #[test]

@@ -16,21 +16,6 @@ fn tables_count_towards_quota() {
     }
 }
 
-/// Reservations and stored memory count.
-#[test]
-fn users_share_the_descriptors() {
-    let mut test = Fixture::with(Quota::default(), 1000);
-    let [first, second] = [0, 1].map(|more| test.greet_as((USER_UID + more, USER_UID, &[]), VERSION).0);
-    let mut puts =
-        |client, name: &str| match test.put_parts(client, name, &[part("all", 100)], Vec::new()).message(client) {
-            Message::Refused(refusal) => Err(refusal),
-            other => Ok(other.name()),
-        };
-    let refusal = (0..10).find_map(|at| puts(first, &format!("first/{at}")).err()).unwrap();
-    assert!(refusal.code == RefusalCode::Full && refusal.message.starts_with("uid 34560 has "), "{}", refusal.message);
-    assert_eq!(puts(second, "second").unwrap(), "published");
-}
-
 #[test]
 fn reports_are_bounded() {
     let mut test = Fixture::new();
