@@ -21,6 +21,17 @@ pub(in crate::broker) enum Manifest {
     Deleted(Deleted),
 }
 
+impl Manifest {
+    /// The tokens of a completed request.
+    pub(in crate::broker) fn requests(&self) -> &[Token] {
+        match self {
+            Self::Completed(put) => &put.requests,
+            Self::Deleted(deleted) => deleted.request.as_slice(),
+            _ => &[],
+        }
+    }
+}
+
 /// The broker. Its descriptors are the listening socket and the device nodes that it holds open.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Identity {

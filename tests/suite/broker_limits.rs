@@ -22,8 +22,7 @@ use vmmfd::{
     wire::{
         MAX_FDS,
         broker::{
-            self, Attached, ClaimHeader, Delete, GetHeader, Lifetime, List, Measure, Message, Release, Table,
-            WatchHeader, Who,
+            self, Attached, Delete, GetHeader, Lifetime, List, Measure, Message, Release, Table, WatchHeader, Who,
         },
     },
 };
@@ -90,29 +89,6 @@ fn put_segments(client: &Client, name: &str, segments: usize) {
 
 mod memory {
     use super::*;
-
-    #[test]
-    fn claims_are_bounded() {
-        let served = Served::alone(&[]);
-        let connections: Vec<Raw> = (0..HOSTILE).map(|_| served.greeted().0).collect();
-        let claim = |raw: &Raw, name: String| {
-            raw.answer(&Message::Get(Box::new(GetHeader { claim: Some(ClaimHeader::default()), ..get(&name) })))
-        };
-        for (at, raw) in connections.iter().enumerate() {
-            let mut answers = (0..10_000).map(|number| claim(raw, format!("{at:03}/{number:0>200}")));
-            let Some(Message::Refused(refusal)) = answers.find(|answer| !matches!(answer, Message::Claimed(_))) else {
-                panic!("10000 claims")
-            };
-            let is_limit = refusal.message.contains("has 1024 claims and asks for 1 more");
-            assert!(refusal.code == RefusalCode::Quota && is_limit, "{refusal:?}");
-        }
-        assert_bounded(&served);
-        // Closed connections no longer count.
-        drop(connections);
-        let raw = served.greeted().0;
-        raw.until_connections(1);
-        (0..200).for_each(|number| assert!(matches!(claim(&raw, format!("again/{number}")), Message::Claimed(_))));
-    }
 
     #[test]
     fn unread_answers_are_bounded() {
@@ -364,29 +340,6 @@ fn descriptor_limit_refuses_early() {
     client.delete("one").unwrap();
     served.wait_for_others(&client, 0);
     until(|| keep("again").is_ok());
-}
-
-#[test]
-fn each_of_many_connections_is_served() {
-    const MANY: usize = 300;
-    let _turn = cpu_turn();
-    let served = Served::alone(&["--timeout", "600s"]);
-    let client = served.client();
-    put_segments(&client, "a", 1);
-    let connections: Vec<Raw> = (0..MANY).map(|_| served.greeted().0).collect();
-    // Each client gets a lease; the last connection asks first.
-    connections.iter().rev().for_each(|raw| drop(raw.lease("a")));
-    assert_eq!(client.who("").unwrap().leases.len(), MANY);
-    // All clients wait for one object and get it.
-    let get = Message::Get(Box::new(GetHeader { wait_ms: Some(600_000), ..get("b") }));
-    connections.iter().for_each(|raw| raw.send(&get, &[]).unwrap());
-    put_segments(&client, "b", 1);
-    for raw in &connections {
-        assert!(matches!(raw.receive().unwrap(), Some((Message::Lease(_), _))));
-    }
-    drop(connections);
-    served.wait_for_others(&client, 0);
-    assert_eq!(client.metrics().unwrap().leases, 0);
 }
 
 /// The idle time begins again when the lease is dropped, and no other timer wakes the server.

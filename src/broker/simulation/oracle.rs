@@ -101,8 +101,8 @@ pub(super) struct Oracle {
     pub(super) grace_is_over: bool,
     /// Versions whose name an answered request has deleted.
     deleted: BTreeSet<String>,
-    /// Deletes that were delivered and not executed.
-    deleting: Vec<Token>,
+    /// Deletes that were delivered and not executed, and their processes.
+    deleting: Vec<(i32, Token)>,
     // Causes and answers of this step.
     released: Vec<Token>,
     pub(super) expired: Vec<String>,
@@ -144,9 +144,9 @@ impl Oracle {
         }
     }
 
-    pub(super) fn delivered(&mut self, message: &Message) {
+    pub(super) fn delivered(&mut self, pid: i32, message: &Message) {
         match message {
-            Message::Delete(delete) => self.deleting.extend(delete.request),
+            Message::Delete(delete) => self.deleting.extend(delete.request.map(|request| (pid, request))),
             Message::Release(release) => self.released.push(release.token),
             _ => {}
         }
@@ -221,11 +221,10 @@ impl Oracle {
                     put.executed.as_ref() == Some(&published.id)
                 }
                 Message::Refused(_) => {
-                    self.deleting.retain(|token| *token != pending.token);
+                    self.deleting.retain(|(_, token)| *token != pending.token);
                     true
                 }
                 Message::Done(_) => {
-                    self.attribute_delete(pending.token);
                     let delete = self.deletes.get_mut(&pending.token);
                     let delete = delete.map(|delete| {
                         (delete.is_answered, delete.may_repeat) = (true, false);
@@ -241,21 +240,6 @@ impl Oracle {
             }
         }
         Ok(())
-    }
-
-    /// An answered delete was executed, if its user's other delete of the name, which is not answered, seems to be.
-    fn attribute_delete(&mut self, token: Token) {
-        let Some(delete) = self.deletes.get(&token).filter(|delete| !delete.is_executed) else { return };
-        let (name, uid) = (delete.name, delete.uid);
-        let is_same = |other: &&mut RequestedDelete| {
-            (other.name, other.uid, other.is_executed, other.is_answered) == (name, uid, true, false)
-        };
-        let Some(other) = self.deletes.values_mut().find(is_same) else { return };
-        other.is_executed = false;
-        let versions = std::mem::take(&mut other.versions);
-        if let Some(delete) = self.deletes.get_mut(&token) {
-            (delete.is_executed, delete.versions) = (true, versions);
-        }
     }
 
     /// The server died before the keeper had a delete of this version.

@@ -23,15 +23,12 @@ use crate::{
             limits::TimeLimits,
             state::{
                 caller::{Caller, ConnectionId},
+                effects::{Effect, Effects},
                 objects::Objects,
                 root::State,
                 time::Time,
             },
-            verbs::{
-                connection, dispatch,
-                effects::{Effect, Effects},
-                list, publish, watch,
-            },
+            verbs::{connection, dispatch, list, publish, watch},
         },
     },
     wire::broker::{Message, Quota},
@@ -57,12 +54,12 @@ pub(super) struct Server {
 
 // The server's event loop.
 impl World {
-    fn with(&mut self, call: impl FnOnce(&mut State, &mut Effects)) {
+    fn with(&mut self, call: impl FnOnce(&mut State)) {
         let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
         server.state.objects.now = self.now;
         self.is_changed = true;
-        let mut effects = Effects::default();
-        call(&mut server.state, &mut effects);
+        call(&mut server.state);
+        let effects = std::mem::take(&mut server.state.effects);
         self.execute(effects);
     }
 
@@ -158,19 +155,21 @@ impl World {
             let Client { uid, .. } = self.clients[of];
             let pid = self.clients[pipe.client].pid;
             let caller = Caller { connection: id, pid, uid, gid: uid, groups: Arc::from([]), command: None };
-            return self.with(|state, effects| connection::connected(state, effects, caller));
+            return self.with(|state| connection::connected(state, caller));
         }
         match pipe.to_server.pop_front() {
             Some((message, fds)) => {
                 if matches!(message, Message::Release(_)) && self.has(Flaw::ReleasesLost) {
                     return;
                 }
-                self.oracle.delivered(&message);
+                let pid =
+                    self.server.as_ref().and_then(|server| server.state.caller(id)).map_or(0, |caller| caller.pid);
+                self.oracle.delivered(pid, &message);
                 let again = repeats && matches!(message, Message::Delete(_) | Message::Get(_) | Message::List(_));
                 let copy = again.then(|| message.clone());
-                self.with(|state, effects| dispatch::handle(state, effects, id, message, fds));
+                self.with(|state| dispatch::handle(state, id, message, fds));
                 if let Some(copy) = copy {
-                    self.with(|state, effects| dispatch::handle(state, effects, id, copy, Vec::new()));
+                    self.with(|state| dispatch::handle(state, id, copy, Vec::new()));
                 }
             }
             None if pipe.closed_by_client && self.flaw != Some(Flaw::DisconnectsLost) => self.disconnect(id),
@@ -191,7 +190,7 @@ impl World {
             server.state.objects.users().sub(uid, Resource::Connections, 1);
         }
         self.oracle.closed.insert(id);
-        self.with(|state, effects| connection::disconnected(state, effects, id));
+        self.with(|state| connection::disconnected(state, id));
     }
 
     /// The event loop's background work.
@@ -202,16 +201,16 @@ impl World {
             server.expiries.extend(expiries.into_iter().filter_map(|(name, at)| Some((at?, name))));
         }
         drop(server.state.objects.take_garbage());
-        self.with(|state, _| {
+        self.with(|state| {
             state.objects.clean_up_closed();
             state.objects.begin_turn();
         });
         self.handle_keeper_event();
         let watches = !self.has(Flaw::WatchWakeUpsLost);
-        self.with(|state, effects| {
-            list::continue_listing(state, effects);
+        self.with(|state| {
+            list::continue_listing(state);
             if watches {
-                watch::send_events(state, effects);
+                watch::send_events(state);
             }
         });
         self.observe();
@@ -237,11 +236,11 @@ impl World {
         let is_over = server.unresumed.is_some_and(|at| at <= now) && self.flaw != Some(Flaw::EndlessGrace);
         server.deadlines.retain(|_, at| *at > now);
         for id in due {
-            self.with(|state, effects| connection::deadline_passed(state, effects, id));
+            self.with(|state| connection::deadline_passed(state, id));
         }
         for (_, name) in expired {
             self.oracle.expired.push(name.to_string());
-            self.with(|state, _| state.objects.expire(&name));
+            self.with(|state| state.objects.expire(&name));
         }
         if is_over {
             self.end_grace();
@@ -254,9 +253,9 @@ impl World {
             server.unresumed = None;
         }
         self.oracle.grace_is_over = !self.has(Flaw::NoGrace);
-        self.with(|state, effects| {
+        self.with(|state| {
             state.objects.end_unresumed();
-            publish::end_reservation(state, effects);
+            publish::end_reservation(state);
         });
     }
 }
@@ -301,7 +300,7 @@ impl World {
                 self.replace_keeper();
             }
             let mut any = false;
-            self.with(|state, effects| any = publish::complete_confirmed(state, effects));
+            self.with(|state| any = publish::complete_confirmed(state));
             if !any {
                 break;
             }
@@ -406,8 +405,8 @@ impl World {
     fn answer_early(&mut self) {
         let Some(server) = &mut self.server else { return };
         server.state.changes.unconfirmed.iter_mut().for_each(|(mark, _)| *mark = Mark::default());
-        self.with(|state, effects| {
-            publish::complete_confirmed(state, effects);
+        self.with(|state| {
+            publish::complete_confirmed(state);
         });
     }
 }

@@ -11,10 +11,12 @@ use std::{
 };
 
 use crate::{
-    broker::server::{
-        admit::{Resource, Users},
-        state::objects::Objects,
-        verbs::effects::Outgoing,
+    broker::{
+        keeper::Flushed,
+        server::{
+            admit::{Resource, Users},
+            state::{effects::Outgoing, objects::Objects},
+        },
     },
     channel::record::send_raw,
     sys,
@@ -41,17 +43,6 @@ pub(super) struct ClientConnection {
     pub(super) unread_since: Option<Instant>,
     /// Whether it is in the list of possibly readable connections.
     pub(super) listed: bool,
-}
-
-/// The result of a send.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sent {
-    All,
-    Full,
-    /// The kernel's limit on descriptors in flight is reached: retry soon.
-    InFlight,
-    /// The peer is gone.
-    Gone,
 }
 
 impl ClientConnection {
@@ -143,7 +134,7 @@ impl ClientConnection {
     }
 
     /// Sends queued records.
-    pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
+    pub(super) fn flush(&mut self, objects: &Objects) -> Flushed {
         while let Some(next) = self.queue.front() {
             let held = next.fds.iter().map(|id| objects.descriptor(*id));
             let fds: Vec<BorrowedFd<'_>> = held.chain(next.own.iter().map(AsFd::as_fd)).collect();
@@ -161,14 +152,14 @@ impl ClientConnection {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.unread_since.get_or_insert_with(Instant::now);
-                    return Sent::Full;
+                    return Flushed::Full;
                 }
                 // Other clients have too many unread descriptors.
-                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => return Sent::InFlight,
-                Err(_) => return Sent::Gone,
+                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => return Flushed::InFlight,
+                Err(_) => return Flushed::Gone,
             }
         }
-        Sent::All
+        Flushed::All
     }
 
     /// Whether the peer has unread data. Asks the kernel only if it had any.

@@ -7,9 +7,10 @@ use crate::{
     broker::server::{
         state::{
             caller::{Caller, ConnectionId},
+            effects::Outgoing,
             topics::Meeting,
         },
-        verbs::{effects::Outgoing, topic},
+        verbs::topic,
     },
     channel::Channel,
     error::{Error, ErrorCode, PeerError, Result},

@@ -28,7 +28,7 @@ use crate::{
             admit::Resource,
             limits::TimeLimits,
             state::{caller::ConnectionId, objects::ServerReport, repeats, root::State, time::Time},
-            verbs::{connection, effects::Effects, list, publish, watch},
+            verbs::{connection, list, publish, watch},
         },
     },
     channel::Cancel,
@@ -196,17 +196,16 @@ impl Reactor {
     fn run_pending(&mut self) {
         self.sync_store();
         self.run_timers();
-        self.with(|state, effects| {
-            list::continue_listing(state, effects);
-            watch::send_events(state, effects);
+        self.with(|state| {
+            list::continue_listing(state);
+            watch::send_events(state);
         });
     }
 
     /// Calls a function of the state and executes its effects.
-    pub(super) fn with(&mut self, call: impl FnOnce(&mut State, &mut Effects)) {
-        let mut effects = Effects::default();
-        call(&mut self.state, &mut effects);
-        self.execute(effects);
+    pub(super) fn with(&mut self, call: impl FnOnce(&mut State)) {
+        call(&mut self.state);
+        self.execute();
     }
 
     /// Sends queued messages to the keeper, and publishes confirmed versions.
@@ -218,7 +217,7 @@ impl Reactor {
             self.flush_keeper();
             self.state.keeper_pid = self.keeper.pid();
             let mut any = false;
-            self.with(|state, effects| any = publish::complete_confirmed(state, effects));
+            self.with(|state| any = publish::complete_confirmed(state));
             if !any {
                 return;
             }
@@ -321,7 +320,7 @@ impl Reactor {
             self.schedule_expiries();
             let Some(timer) = self.timers.pop(now) else { break };
             match timer {
-                Timer::Connection(id) => self.with(|state, effects| connection::deadline_passed(state, effects, id)),
+                Timer::Connection(id) => self.with(|state| connection::deadline_passed(state, id)),
                 Timer::Retry(id) => self.send_more(id),
                 Timer::Name(name) => self.state.objects.expire(&name),
                 Timer::Accept => self.admission.acceptable = true,

@@ -9,26 +9,23 @@ use std::{
 use mio::{Interest, Token as Key, unix::SourceFd};
 use rustix::net::{RecvFlags, ReturnFlags};
 
-use super::{
-    admission::send_error,
-    closer::Closer,
-    connection::{ClientConnection, Sent},
-    reactor::Reactor,
-    timers::Timer,
-};
+use super::{admission::send_error, closer::Closer, connection::ClientConnection, reactor::Reactor, timers::Timer};
 use crate::{
-    broker::server::{
-        admit::{NOBODY, Resource},
-        state::{
-            caller::{Caller, ConnectionId},
-            inspect::{Kind, kind},
-            root::State,
-            time::Time,
-        },
-        verbs::{
-            connection,
-            dispatch::{handle, wants_descriptors},
-            effects::{Effect, Effects, Outgoing},
+    broker::{
+        keeper::Flushed,
+        server::{
+            admit::{NOBODY, Resource},
+            state::{
+                caller::{Caller, ConnectionId},
+                effects::{Effect, Outgoing},
+                inspect::{Kind, kind},
+                root::State,
+                time::Time,
+            },
+            verbs::{
+                connection,
+                dispatch::{handle, wants_descriptors},
+            },
         },
     },
     channel::record::{Raw, has_descriptors, is_drained, is_gone, receive_raw},
@@ -112,7 +109,7 @@ impl Reactor {
             return Err(Error::system("watch a connection", error));
         }
         self.connections.insert(id, ClientConnection::new(socket, uid, pid));
-        self.with(|state, effects| connection::connected(state, effects, caller));
+        self.with(|state| connection::connected(state, caller));
         Ok(())
     }
 
@@ -237,14 +234,14 @@ impl Reactor {
             return self.end_connection(id, ErrorCode::Protocol, message, "protocol violation");
         }
         self.state.objects.now = Time::now();
-        self.with(|state, effects| handle(state, effects, id, message, fds));
+        self.with(|state| handle(state, id, message, fds));
     }
 }
 
 impl Reactor {
-    /// Executes effects in order.
-    pub(super) fn execute(&mut self, effects: Effects) {
-        for effect in effects.0 {
+    /// Executes the collected effects in order.
+    pub(super) fn execute(&mut self) {
+        for effect in std::mem::take(&mut self.state.effects).0 {
             match effect {
                 Effect::Send { client, records } => {
                     if let Some(connection) = self.connections.get_mut(client) {
@@ -268,7 +265,7 @@ impl Reactor {
                     self.timers.set_or_cancel(deadline, Timer::Connection(client));
                 }
                 Effect::Listen(client) => self.connections.list(client),
-                Effect::CloseFds { of, fds } => self.close_fds(of.unwrap_or(NOBODY), fds),
+                Effect::CloseFds { of, fds } => self.close_fds(of, fds),
                 Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, outcome, since.elapsed()),
                 Effect::Store => self.sync_store(),
                 Effect::Meet(meeting) => self.introduce(&meeting),
@@ -295,7 +292,7 @@ impl Reactor {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let sent = connection.flush(&self.state.objects);
         let is_done = connection.is_done();
-        if sent != Sent::InFlight {
+        if sent != Flushed::InFlight {
             connection.wants_room_since = None;
         }
         if connection.unread_since.is_some() {
@@ -303,11 +300,11 @@ impl Reactor {
             self.sweep_later();
         }
         match sent {
-            Sent::All if is_done => connection::all_sent(&mut self.state, id),
-            Sent::All => {}
-            Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
-            Sent::InFlight => self.retry_for_room(id),
-            Sent::Gone => self.disconnect(id, "the peer is gone"),
+            Flushed::All if is_done => connection::all_sent(&mut self.state, id),
+            Flushed::All => {}
+            Flushed::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
+            Flushed::InFlight => self.retry_for_room(id),
+            Flushed::Gone => self.disconnect(id, "the peer is gone"),
         }
     }
 
@@ -335,7 +332,7 @@ impl Reactor {
             let message = "the kernel's limit on unread descriptors is reached: raise the broker's limit (ulimit -n)";
             BrokerError::new(RefusalCode::Full, message)
         });
-        self.with(|state, effects| connection::send_failed(state, effects, id, refusal));
+        self.with(|state| connection::send_failed(state, id, refusal));
     }
 
     /// Retries queued sends of a connection.
@@ -406,7 +403,7 @@ impl Reactor {
         } else {
             self.close_connection(connection);
         }
-        self.with(|state, effects| connection::disconnected(state, effects, id));
+        self.with(|state| connection::disconnected(state, id));
     }
 
     /// Asks the kernel which connections have read their descriptors, at most once in `interval`.

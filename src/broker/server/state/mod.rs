@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `objects/` | names, versions, leases, events; messages to the keeper |
 //! | `client` | each client's leases and pending request |
+//! | `effects` | instructions for the event loop |
 //! | `topics` | publishers and followers, and whom to introduce |
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
@@ -22,6 +23,7 @@ macro_rules! refuse {
 pub(super) mod caller;
 pub(super) mod claims;
 pub(super) mod client;
+pub(super) mod effects;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;

@@ -9,6 +9,7 @@ use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
     client::{ClientState, PendingRequest},
+    effects::Effects,
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
@@ -22,6 +23,8 @@ use crate::{
 };
 
 pub(crate) struct State {
+    /// What the event loop must do, in order.
+    pub(crate) effects: Effects,
     pub(crate) objects: Objects,
     pub(crate) clients: HashMap<ConnectionId, ClientState>,
     pub(crate) drafts: Drafts,
@@ -95,6 +98,7 @@ impl State {
         let watchers = Watchers::new(objects.events().last_event());
         let metrics = Metrics::new(objects.now.ms);
         Self {
+            effects: Effects::default(),
             objects,
             clients: HashMap::new(),
             drafts: Drafts::new(),

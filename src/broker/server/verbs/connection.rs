@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{
-    effects::{Effect, Effects},
+    effects::Effect,
     get, parts, publish,
     reply::{refuse, reply},
     watch::page_sent,
@@ -25,35 +25,35 @@ use crate::{
 };
 
 /// Adds a client, which must send a hello.
-pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
+pub(crate) fn connected(state: &mut State, caller: Caller) {
     let id = caller.connection;
     state.objects.users().add(caller.uid, Resource::Connections, 1);
     state.clients.insert(id, ClientState::new(caller));
-    effects.deadline(id, state.objects.now.after(state.timeout));
-    effects.push(Effect::Listen(id));
+    state.effects.deadline(id, state.objects.now.after(state.timeout));
+    state.effects.push(Effect::Listen(id));
 }
 
 /// Answers a hello, or disconnects a client with an incompatible protocol.
-pub(crate) fn hello(state: &mut State, effects: &mut Effects, id: ConnectionId, hello: &Hello) {
+pub(crate) fn hello(state: &mut State, id: ConnectionId, hello: &Hello) {
     if !hello.capabilities.iter().any(|named| named == BROKER) {
         let message = "this is a broker, and the hello lacks the capability `broker`".to_owned();
         let why = "its hello is not for a broker";
-        return effects.push(Effect::End { client: id, code: ErrorCode::Object, message, why });
+        return state.effects.push(Effect::End { client: id, code: ErrorCode::Object, message, why });
     }
     if hello.version < VERSION {
         let message =
             format!("the hello is for protocol version {}, but this broker speaks version {VERSION}", hello.version);
         let why = "it speaks another protocol version";
-        return effects.push(Effect::End { client: id, code: ErrorCode::Version, message, why });
+        return state.effects.push(Effect::End { client: id, code: ErrorCode::Version, message, why });
     }
     let Some(client) = state.clients.get_mut(&id) else { return };
     client.greeted = true;
     let answer = Hello::new(&[BROKER], NO_BACKEND, state.timeout);
-    reply(state, effects, id, &Message::Hello(answer));
+    reply(state, id, &Message::Hello(answer));
 }
 
 /// Removes a client: ends its leases and claims, and drops its unfinished put.
-pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn disconnected(state: &mut State, id: ConnectionId) {
     let Some(client) = state.clients.remove(&id) else { return };
     let uid = client.caller.uid;
     state.watchers.remove(id);
@@ -62,39 +62,39 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
         state.objects.users().sub(uid, Resource::Requests, request_info.bytes);
     }
     match client.request {
-        PendingRequest::Upload { version, .. } => publish::discard(state, effects, *version),
+        PendingRequest::Upload { version, .. } => publish::discard(state, *version),
         PendingRequest::Object(waiting) => state.waits.remove(id, &waiting.get),
-        PendingRequest::Parts(key) => parts::withdraw(state, effects, id, &key),
-        PendingRequest::Confirmation => publish::withdraw(state, effects, id),
+        PendingRequest::Parts(key) => parts::withdraw(state, id, &key),
+        PendingRequest::Confirmation => publish::withdraw(state, id),
         _ => {}
     }
     state.objects.connection_closed(id, uid, client.leases, client.names);
     state.objects.clean_up_closed();
-    get::end_claims(state, effects, id);
+    get::end_claims(state, id);
 }
 
 /// How long an upload is extended if the event loop does not read from its user.
 const EXTENSION: Duration = Duration::from_secs(1);
 
 /// Handles a client's deadline.
-pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn deadline_passed(state: &mut State, id: ConnectionId) {
     let Some(client) = state.clients.get(&id) else { return };
     let code = ErrorCode::Timeout;
     if !client.greeted {
         let message = format!("no hello within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
+        state.effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
     } else if matches!(client.request, PendingRequest::Upload { .. } | PendingRequest::Parts(_))
         && !state.objects.users().has_room(client.caller.uid, Resource::Closing, 0)
     {
-        effects.deadline(id, state.objects.now.after(EXTENSION));
+        state.effects.deadline(id, state.objects.now.after(EXTENSION));
     } else if matches!(client.request, PendingRequest::Upload { .. }) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
+        state.effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
     } else if let PendingRequest::Parts(key) = &client.request {
         let key = key.clone();
-        parts::wait_timed_out(state, effects, id, &key);
+        parts::wait_timed_out(state, id, &key);
     } else {
-        get::wait_timed_out(state, effects, id);
+        get::wait_timed_out(state, id);
     }
 }
 
@@ -107,10 +107,10 @@ pub(crate) fn all_sent(state: &mut State, id: ConnectionId) {
 }
 
 /// Undoes an answer that can't be sent completely: ends its leases and refuses the request.
-pub(crate) fn send_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
+pub(crate) fn send_failed(state: &mut State, id: ConnectionId, refusal: BrokerError) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let mut tokens = std::mem::take(&mut client.sending);
     tokens.retain(|token| client.leases.remove(token));
     tokens.into_iter().for_each(|token| state.objects.end_lease(token));
-    refuse(state, effects, id, refusal);
+    refuse(state, id, refusal);
 }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use super::{
     connection::hello,
-    effects::{Effect, Effects},
+    effects::Effect,
     get::get,
     lease::{recall, release, report, resume},
     list::{list, stat, who},
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     broker::server::{
-        admit::Resource,
+        admit::{NOBODY, Resource},
         state::{caller::ConnectionId, client::RequestInfo, root::State},
     },
     error::BrokerError,
@@ -29,56 +29,58 @@ pub(crate) fn wants_descriptors(message: &Message) -> bool {
     matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_))
 }
 
-pub(crate) fn handle(state: &mut State, effects: &mut Effects, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
-    let Some(client) = state.clients.get(&id) else { return effects.close_fds(None, fds) };
-    let of = Some(client.caller.uid);
+pub(crate) fn handle(state: &mut State, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
+    let Some(client) = state.clients.get(&id) else { return state.effects.close_fds(NOBODY, fds) };
+    let of = client.caller.uid;
     tracing::trace!(kind = message.name(), pid = client.caller.pid, "received");
     let (greeted, busy) = (client.greeted, client.is_busy());
     match message {
-        Message::Error(_) => effects.push(Effect::Close { client: id, why: "the peer sent an error" }),
-        Message::Hello(message) if !greeted => hello(state, effects, id, &message),
+        Message::Error(_) => state.effects.push(Effect::Close { client: id, why: "the peer sent an error" }),
+        Message::Hello(message) if !greeted => hello(state, id, &message),
         other if !greeted => {
-            effects.close_fds(of, fds);
-            effects.protocol_error(id, format!("expected a hello, got {}", other.name()));
+            state.effects.close_fds(of, fds);
+            state.effects.protocol_error(id, format!("expected a hello, got {}", other.name()));
         }
         Message::Busy(_) => {}
-        Message::Release(message) => release(state, effects, id, message.token),
+        Message::Release(message) => release(state, id, message.token),
         Message::Report(message) => report(state, id, message),
-        Message::Received(received) => effects.push(Effect::SendNext { client: id, received: received.segments }),
-        Message::Met(_) => met(state, effects, id),
-        Message::Segments(message) => segments(state, effects, id, message, fds),
+        Message::Received(received) => state.effects.push(Effect::SendNext { client: id, received: received.segments }),
+        Message::Met(_) => met(state, id),
+        Message::Segments(message) => segments(state, id, message, fds),
         other if busy => {
-            effects.close_fds(of, fds);
-            effects.protocol_error(id, format!("{} arrived before the previous request was answered", other.name()));
+            state.effects.close_fds(of, fds);
+            state
+                .effects
+                .protocol_error(id, format!("{} arrived before the previous request was answered", other.name()));
         }
         other => match begin_request(state, id, &other) {
-            Ok(()) => request(state, effects, id, other, fds),
+            Ok(()) => request(state, id, other, fds),
             Err(refusal) => {
-                effects.close_fds(of, fds);
-                refuse(state, effects, id, refusal);
+                state.effects.close_fds(of, fds);
+                refuse(state, id, refusal);
             }
         },
     }
 }
 
 /// Handles a message that needs an answer.
-fn request(state: &mut State, effects: &mut Effects, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
+fn request(state: &mut State, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
     match message {
-        Message::Put(message) => put(state, effects, id, *message, fds),
-        Message::Get(message) => get(state, effects, id, *message),
-        Message::List(message) => list(state, effects, id, &message),
-        Message::Stat(message) => stat(state, effects, id, &message),
-        Message::Who(message) => who(state, effects, id, message),
-        Message::Delete(message) => delete(state, effects, id, message),
-        Message::Recall(message) => recall(state, effects, id, &message),
-        Message::Resume(message) => resume(state, effects, id, message),
+        Message::Put(message) => put(state, id, *message, fds),
+        Message::Get(message) => get(state, id, *message),
+        Message::List(message) => list(state, id, &message),
+        Message::Stat(message) => stat(state, id, &message),
+        Message::Who(message) => who(state, id, message),
+        Message::Delete(message) => delete(state, id, message),
+        Message::Recall(message) => recall(state, id, &message),
+        Message::Resume(message) => resume(state, id, message),
         Message::Watch(message) => watch(state, id, message),
-        Message::Measure(_) => measure(state, effects, id),
-        Message::OpenTopic(message) => open(state, effects, id, &message),
-        Message::Follow(message) => follow(state, effects, id, message),
+        Message::Measure(_) => measure(state, id),
+        Message::OpenTopic(message) => open(state, id, &message),
+        Message::Follow(message) => follow(state, id, message),
         other => {
-            effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
-            effects.protocol_error(id, format!("{} arrived, which only a broker sends", other.name()));
+            state.effects.close_fds(state.caller(id).map_or(NOBODY, |caller| caller.uid), fds);
+            state.effects.protocol_error(id, format!("{} arrived, which only a broker sends", other.name()));
         }
     }
 }

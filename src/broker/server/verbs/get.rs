@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{
-    effects::{Effect, Effects, Outgoing},
+    effects::{Effect, Outgoing},
     reply::{count, end_request, refuse, reply},
 };
 use crate::{
@@ -25,15 +25,15 @@ use crate::{
     },
 };
 
-pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: GetHeader) {
+pub(crate) fn get(state: &mut State, id: ConnectionId, get: GetHeader) {
     match check(&get) {
-        Ok(()) => try_get(state, effects, id, PendingGet { get, deadline: None }),
-        Err(refusal) => refuse(state, effects, id, refusal),
+        Ok(()) => try_get(state, id, PendingGet { get, deadline: None }),
+        Err(refusal) => refuse(state, id, refusal),
     }
 }
 
 /// Answers a get, or waits.
-fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: PendingGet) {
+fn try_get(state: &mut State, id: ConnectionId, waiting: PendingGet) {
     let Some(caller) = state.caller(id) else { return };
     let mut selections = Vec::with_capacity(waiting.get.objects.len());
     for object in &waiting.get.objects {
@@ -41,16 +41,16 @@ fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: 
             Ok(Some(selection)) => selections.push(selection),
             Ok(None) => {
                 let name = object.name.clone();
-                return absent(state, effects, id, waiting, &name);
+                return absent(state, id, waiting, &name);
             }
-            Err(refusal) => return refuse(state, effects, id, refusal),
+            Err(refusal) => return refuse(state, id, refusal),
         }
     }
-    send_leases(state, effects, id, &selections);
+    send_leases(state, id, &selections);
 }
 
 /// Handles a missing object: grants the claim, waits, or refuses.
-fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: PendingGet, name: &str) {
+fn absent(state: &mut State, id: ConnectionId, mut waiting: PendingGet, name: &str) {
     let Some(client) = state.clients.get(&id) else { return };
     if let Some(claim) = &waiting.get.claim {
         let now_ms = state.objects.now.ms;
@@ -58,18 +58,18 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
         let users = state.objects.users();
         match allowed.and_then(|()| state.claims.grant(users, name, &client.caller, claim, now_ms)) {
             Ok(None) => {}
-            Ok(Some(token)) => return reply(state, effects, id, &Message::Claimed(Claimed { token })),
-            Err(refusal) => return refuse(state, effects, id, refusal),
+            Ok(Some(token)) => return reply(state, id, &Message::Claimed(Claimed { token })),
+            Err(refusal) => return refuse(state, id, refusal),
         }
     }
     let Some(wait) = waiting.get.wait_ms else {
         let refusal = BrokerError::new(RefusalCode::Absent, why_absent(&state.claims, &waiting, name));
-        return refuse(state, effects, id, refusal);
+        return refuse(state, id, refusal);
     };
     state.waits.add(id, &waiting.get);
     let deadline = *waiting.deadline.get_or_insert_with(|| state.objects.now.after(Duration::from_millis(wait)));
     state.set_request(id, PendingRequest::Object(Box::new(waiting)));
-    effects.deadline(id, deadline);
+    state.effects.deadline(id, deadline);
 }
 
 /// Names the holder of a claim, for which the caller may have waited: another user may hold it for long.
@@ -86,7 +86,7 @@ fn why_absent(claims: &Claims, waiting: &PendingGet, name: &str) -> String {
     why
 }
 
-pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn wait_timed_out(state: &mut State, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { return };
     state.waits.remove(id, &waiting.get);
@@ -95,40 +95,40 @@ pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: Conne
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
     let name = missing.or(objects.first()).map_or("", |object| object.name.as_str());
     let why = why_absent(&state.claims, &waiting, name);
-    refuse(state, effects, id, BrokerError::new(RefusalCode::Timeout, why));
+    refuse(state, id, BrokerError::new(RefusalCode::Timeout, why));
 }
 
 /// Handles a new version: releases claims on the name, and answers waiting gets.
-pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
+pub(crate) fn published(state: &mut State, name: &str) {
     state.claims.release_all(state.objects.users(), name);
-    wake(state, effects, name);
+    wake(state, name);
 }
 
 /// Retries the gets that wait for a name.
-fn wake(state: &mut State, effects: &mut Effects, name: &str) {
+fn wake(state: &mut State, name: &str) {
     for id in state.waits.of(name) {
         let Some(client) = state.clients.get_mut(&id) else { continue };
         let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { continue };
         state.waits.remove(id, &waiting.get);
-        try_get(state, effects, id, *waiting);
-        effects.push(Effect::Listen(id));
+        try_get(state, id, *waiting);
+        state.effects.push(Effect::Listen(id));
     }
 }
 
-pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
+pub(crate) fn end_claim(state: &mut State, id: ConnectionId, token: Token) {
     if let Some(name) = state.claims.end(state.objects.users(), id, token) {
-        wake(state, effects, &name);
+        wake(state, &name);
     }
 }
 
-pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn end_claims(state: &mut State, id: ConnectionId) {
     for name in state.claims.release_connection(state.objects.users(), id) {
-        wake(state, effects, &name);
+        wake(state, &name);
     }
 }
 
 /// Leases all selections, or none, and sends the leases.
-fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
+fn send_leases(state: &mut State, id: ConnectionId, selections: &[Selection]) {
     let Some(caller) = state.caller(id).cloned() else { return };
     let (mut tokens, mut granted) = (Vec::with_capacity(selections.len()), Vec::new());
     let mut records = Vec::with_capacity(selections.len());
@@ -143,15 +143,15 @@ fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selec
     });
     if let Err(refusal) = given {
         granted.into_iter().for_each(|token| state.objects.end_lease(token));
-        return refuse(state, effects, id, refusal);
+        return refuse(state, id, refusal);
     }
     selections.iter().zip(&tokens).for_each(|(of, token)| state.objects.extend_lease(*token, of.bytes));
-    count(state, effects, id, "ok");
-    end_request(state, effects, id);
+    count(state, id, "ok");
+    end_request(state, id);
     if let Some(client) = state.clients.get_mut(&id) {
         client.leases.extend(&tokens);
         client.sending = tokens;
-        effects.push(Effect::Send { client: id, records });
+        state.effects.push(Effect::Send { client: id, records });
     }
 }
 

@@ -1,20 +1,20 @@
 //! Leases: release, report, resume, recall.
 
-use super::{effects::Effects, get, publish::answer_when_confirmed, reply::reply};
+use super::{get, publish::answer_when_confirmed, reply::reply};
 use crate::{
     broker::server::state::{caller::ConnectionId, objects::Resumption, root::State},
     wire::broker::{Message, Recall, ReportHeader, Resume, Resumed, ResumedLease, Token},
 };
 
 /// Ends a lease or a claim.
-pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
+pub(crate) fn release(state: &mut State, id: ConnectionId, token: Token) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if client.is_sending(token) {
-        effects.protocol_error(id, "a lease was released before it was received completely");
+        state.effects.protocol_error(id, "a lease was released before it was received completely");
     } else if client.leases.remove(&token) {
         state.objects.end_lease(token);
     } else {
-        get::end_claim(state, effects, id, token);
+        get::end_claim(state, id, token);
     }
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn report(state: &mut State, id: ConnectionId, report: ReportHeader) 
 }
 
 /// Moves leases and names from the client's previous connection to this one.
-pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId, resume: Resume) {
+pub(crate) fn resume(state: &mut State, id: ConnectionId, resume: Resume) {
     let Some(caller) = state.caller(id).cloned() else { return };
     // A lease whose segments are still being sent is not resumable.
     let is_sending = |lease: &ResumedLease| {
@@ -47,12 +47,12 @@ pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId,
         client.names.extend(names);
     }
     let instance = state.objects.events().instance().to_owned();
-    reply(state, effects, id, &Message::Resumed(Resumed { instance, lost }));
+    reply(state, id, &Message::Resumed(Resumed { instance, lost }));
 }
 
 /// Asks the holders of versions to release their leases.
-pub(crate) fn recall(state: &mut State, effects: &mut Effects, id: ConnectionId, recall: &Recall) {
+pub(crate) fn recall(state: &mut State, id: ConnectionId, recall: &Recall) {
     let Some(client) = state.clients.get(&id) else { return };
     let recalled = state.objects.recall(&client.caller, &recall.ids);
-    answer_when_confirmed(state, effects, id, recalled);
+    answer_when_confirmed(state, id, recalled);
 }

@@ -1,7 +1,6 @@
 //! List, stat and who.
 
 use super::{
-    effects::Effects,
     reply::{refuse, reply, reply_with},
     topic,
 };
@@ -18,13 +17,13 @@ use crate::{
 const CLAIMS_BYTES: usize = 8 * 1024;
 
 /// Answers with a page of names that the client may read.
-pub(crate) fn list(state: &mut State, effects: &mut Effects, id: ConnectionId, list: &List) {
+pub(crate) fn list(state: &mut State, id: ConnectionId, list: &List) {
     let Some(client) = state.clients.get(&id) else { return };
     let page = state.objects.list(&client.caller, list);
-    reply(state, effects, id, &Message::Objects(page));
+    reply(state, id, &Message::Objects(page));
 }
 
-pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, stat: &Stat) {
+pub(crate) fn stat(state: &mut State, id: ConnectionId, stat: &Stat) {
     let Some(client) = state.clients.get(&id) else { return };
     let found = check_name(&stat.name).and_then(|()| state.objects.stat(&client.caller, stat));
     // Duplicate the descriptor: the name may be deleted before the reply is sent.
@@ -37,19 +36,19 @@ pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, s
         Ok((info, fd))
     });
     match found {
-        Ok((info, fd)) => reply_with(state, effects, id, &Message::Version(Box::new(info)), fd),
-        Err(refusal) => refuse(state, effects, id, refusal),
+        Ok((info, fd)) => reply_with(state, id, &Message::Version(Box::new(info)), fd),
+        Err(refusal) => refuse(state, id, refusal),
     }
 }
 
 /// Answers with a page of leases that the client may see, or continues the search in the next turn.
-pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, who: Who) {
+pub(crate) fn who(state: &mut State, id: ConnectionId, who: Who) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match state.objects.who(&client.caller, &who) {
         LeasePage::Leases(mut page) => {
             page.claims = (!page.more).then(|| claims(state, id, &who.prefix));
             page.topics = (!page.more).then(|| topic::list(state, id, &who.prefix));
-            reply(state, effects, id, &Message::Leases(page));
+            reply(state, id, &Message::Leases(page));
         }
         LeasePage::NoneUpTo(after) => {
             client.request = PendingRequest::Leases(Who { after: Some(after), ..who });
@@ -85,11 +84,11 @@ pub(super) fn claims(state: &State, id: ConnectionId, prefix: &str) -> Vec<HeldC
 }
 
 /// Continues one listing that has not found anything yet.
-pub(crate) fn continue_listing(state: &mut State, effects: &mut Effects) {
+pub(crate) fn continue_listing(state: &mut State) {
     let Some(id) = state.listings.pop_front() else { return };
     let request = state.clients.get_mut(&id).map(|client| &mut client.request);
     if let Some(PendingRequest::Leases(next)) = request {
         let next = next.clone();
-        who(state, effects, id, next);
+        who(state, id, next);
     }
 }

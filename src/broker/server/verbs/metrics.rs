@@ -2,7 +2,7 @@
 
 use std::process;
 
-use super::{effects::Effects, list::claims, reply::reply, topic};
+use super::{list::claims, reply::reply, topic};
 use crate::{
     broker::server::{
         admit::{Limits, Resource},
@@ -16,7 +16,7 @@ use crate::{
 const TOTALS_BYTES: usize = 32 * 1024;
 
 /// Answers with the server's metrics.
-pub(crate) fn measure(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn measure(state: &mut State, id: ConnectionId) {
     let Some(caller) = state.caller(id).cloned() else { return };
     let ServerReport { objects, versions, leases, .. } = state.objects.total();
     let (used, allowed) = state.objects.store().room();
@@ -52,5 +52,5 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, id: ConnectionId
         claims: Some(claims(state, id, "")),
         topics: Some(topic::list(state, id, "")),
     };
-    reply(state, effects, id, &Message::Measured(Box::new(measured)));
+    reply(state, id, &Message::Measured(Box::new(measured)));
 }

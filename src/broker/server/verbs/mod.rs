@@ -1,4 +1,4 @@
-//! Requests as functions from the state and a request to effects. No sockets, no clock, no threads.
+//! Requests as functions of the state, which collects their effects. No sockets, no clock, no threads.
 //!
 //! | File | Purpose |
 //! |---|---|
@@ -8,11 +8,11 @@
 //! | `publish` | published versions and deletions, once the keeper has them |
 //! | `get`, `lease`, `list`, `topic`, `watch`, `metrics` | the other verbs |
 //! | `reply` | answers and refusals |
-//! | `effects` | instructions for the event loop |
+
+use super::state::effects;
 
 pub(super) mod connection;
 pub(super) mod dispatch;
-pub(super) mod effects;
 mod get;
 mod lease;
 pub(super) mod list;

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use super::{
-    effects::Effects,
     publish::{change, discard},
     reply::refuse,
 };
@@ -22,7 +21,7 @@ use crate::{
 };
 
 /// Adds a put to its group's draft. Publishes the version once it is complete.
-pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, put: NewVersion) {
+pub(crate) fn join(state: &mut State, id: ConnectionId, put: NewVersion) {
     let (uid, bytes) = (put.uid(), put.bytes());
     let wait = Duration::from_millis(put.header.wait_ms.unwrap_or(0));
     let group = put.header.group.clone().unwrap_or_default();
@@ -30,21 +29,21 @@ pub(crate) fn join(state: &mut State, effects: &mut Effects, id: ConnectionId, p
     let checked = check(&key, state.drafts.get(&key).map_or(&[], Vec::as_slice), &put);
     // Other puts may have arrived during the upload.
     if let Err(refusal) = checked.and_then(|()| state.objects.users().take(uid, Resource::Bytes, bytes)) {
-        discard(state, effects, put);
-        return refuse(state, effects, id, refusal);
+        discard(state, put);
+        return refuse(state, id, refusal);
     }
     let puts = state.drafts.entry(key.clone()).or_default();
     puts.push(put);
     let is_complete = missing(puts).is_empty();
     state.set_request(id, PendingRequest::Parts(key.clone()));
     if is_complete {
-        complete(state, effects, &key);
+        complete(state, &key);
     } else {
-        effects.deadline(id, state.objects.now.after(wait));
+        state.effects.deadline(id, state.objects.now.after(wait));
     }
 }
 
-fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
+fn complete(state: &mut State, key: &DraftKey) {
     let puts = state.drafts.remove(key).unwrap_or_default();
     puts.iter().for_each(|put| state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes()));
     let Some(mut version) = puts.into_iter().reduce(|mut first, put| {
@@ -55,11 +54,11 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     };
     let announced = &version.header.announced;
     version.parts.sort_by_cached_key(|part| announced.iter().position(|name| *name == part.record.header.name));
-    change(state, effects, Change::Put(Box::new(version)));
+    change(state, Change::Put(Box::new(version)));
 }
 
 /// Removes a client's put from a draft.
-pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey) {
+pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
     let Some(puts) = state.drafts.get_mut(key) else { return };
     let gone: Vec<NewVersion> = puts.extract_if(.., |put| put.makers.contains(&id)).collect();
     if puts.is_empty() {
@@ -67,16 +66,16 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
     }
     for put in gone {
         state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes());
-        discard(state, effects, put);
+        discard(state, put);
     }
 }
 
 /// Ends a client's wait for the other parts.
-pub(crate) fn wait_timed_out(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey) {
+pub(crate) fn wait_timed_out(state: &mut State, id: ConnectionId, key: &DraftKey) {
     let missing = state.drafts.get(key).map_or_else(String::new, |puts| missing(puts).join(", "));
-    withdraw(state, effects, id, key);
+    withdraw(state, id, key);
     let message = format!("`{}` is not published: the parts {missing} are missing", key.name);
-    refuse(state, effects, id, BrokerError::new(RefusalCode::Timeout, message));
+    refuse(state, id, BrokerError::new(RefusalCode::Timeout, message));
 }
 
 fn has(puts: &[NewVersion], part: &str) -> bool {

@@ -1,7 +1,7 @@
 //! Changes of names: they begin in order, the keeper confirms them, then they take effect and are answered.
 
 use super::{
-    effects::{Effect, Effects},
+    effects::Effect,
     get::published,
     reply::{answer, refuse},
 };
@@ -22,15 +22,15 @@ use crate::{
     wire::broker::{Delete, Done, Message, Published, Restore, Resume, Token},
 };
 
-pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: Delete) {
+pub(crate) fn delete(state: &mut State, id: ConnectionId, delete: Delete) {
     match check_name(&delete.name) {
-        Ok(()) => change(state, effects, Change::Delete(id, delete)),
-        Err(refusal) => refuse(state, effects, id, refusal),
+        Ok(()) => change(state, Change::Delete(id, delete)),
+        Err(refusal) => refuse(state, id, refusal),
     }
 }
 
 /// Begins a change of a name. If a put of the name is unconfirmed, the change waits for it.
-pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
+pub(crate) fn change(state: &mut State, change: Change) {
     let (name, makers) = match &change {
         Change::Put(put) => (&put.header.name, put.makers.as_slice()),
         Change::Delete(id, delete) => (&delete.name, std::slice::from_ref(id)),
@@ -40,17 +40,17 @@ pub(crate) fn change(state: &mut State, effects: &mut Effects, change: Change) {
         return state.changes.waiting.entry(name.clone()).or_default().push_back(change);
     }
     match change {
-        Change::Put(put) => begin_put(state, effects, *put),
+        Change::Put(put) => begin_put(state, *put),
         Change::Delete(id, delete) => {
             let Some(client) = state.clients.get(&id) else { return };
             let deleted = state.objects.delete(&client.caller, &delete.name, delete.request);
-            answer_when_confirmed(state, effects, id, deleted);
+            answer_when_confirmed(state, id, deleted);
         }
     }
 }
 
 /// Gives a version to the keeper.
-fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
+fn begin_put(state: &mut State, mut put: NewVersion) {
     let (name, restore) = (put.header.name.clone(), put.header.restore.clone());
     // The name's former owner may still restore it, and the broker no longer knows the owner.
     let is_new = restore.is_none() && state.objects.current_key(&name).is_none();
@@ -59,47 +59,42 @@ fn begin_put(state: &mut State, effects: &mut Effects, mut put: NewVersion) {
     }
     let makers = std::mem::take(&mut put.makers);
     let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
-        return discard(state, effects, put);
+        return discard(state, put);
     };
     // The first attempt of this request may have been completed meanwhile.
     if let Some(published) = published_before(state, &caller, &name, &put.requests) {
-        discard(state, effects, put);
-        return reply_to_makers(state, effects, &makers, &published);
+        discard(state, put);
+        return reply_to_makers(state, &makers, &published);
     }
     state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
             let mark = state.objects.store_mut().mark();
             state.changes.unconfirmed.push_back((mark, Unconfirmed::Put { key, name, makers, restore }));
-            effects.push(Effect::Store);
+            state.effects.push(Effect::Store);
         }
         Err(refusal) => {
             // Another reader may have restored the version first.
             let other = restore.and_then(|of| restored_version(state, caller.connection, &name, &of));
-            reply_to_makers(state, effects, &makers, &other.ok_or(refusal));
+            reply_to_makers(state, &makers, &other.ok_or(refusal));
         }
     }
 }
 
 /// Answers a request once the keeper has its changes.
-pub(crate) fn answer_when_confirmed(
-    state: &mut State,
-    effects: &mut Effects,
-    id: ConnectionId,
-    result: Result<(), BrokerError>,
-) {
+pub(crate) fn answer_when_confirmed(state: &mut State, id: ConnectionId, result: Result<(), BrokerError>) {
     if let Err(refusal) = result {
-        answer(state, effects, id, Err(refusal));
-        return effects.push(Effect::Listen(id));
+        answer(state, id, Err(refusal));
+        return state.effects.push(Effect::Listen(id));
     }
     state.set_request(id, PendingRequest::Confirmation);
     let mark = state.objects.store_mut().mark();
     state.changes.unconfirmed.push_back((mark, Unconfirmed::Request(id)));
-    effects.push(Effect::Store);
+    state.effects.push(Effect::Store);
 }
 
 /// Completes the changes that the keeper has confirmed. Returns whether there were any.
-pub(crate) fn complete_confirmed(state: &mut State, effects: &mut Effects) -> bool {
+pub(crate) fn complete_confirmed(state: &mut State) -> bool {
     let mut any = false;
     let is_confirmed = |state: &State| {
         let first = state.changes.unconfirmed.front();
@@ -110,12 +105,12 @@ pub(crate) fn complete_confirmed(state: &mut State, effects: &mut Effects) -> bo
         any = true;
         match change {
             Unconfirmed::Request(id) => {
-                answer(state, effects, id, Ok(Message::Done(Done {})));
-                effects.push(Effect::Listen(id));
+                answer(state, id, Ok(Message::Done(Done {})));
+                state.effects.push(Effect::Listen(id));
             }
             Unconfirmed::Put { key, name, makers, restore } => {
-                publish(state, effects, key, &name, &makers, restore.as_ref());
-                continue_changes(state, effects, name);
+                publish(state, key, &name, &makers, restore.as_ref());
+                continue_changes(state, name);
             }
         }
     }
@@ -123,12 +118,12 @@ pub(crate) fn complete_confirmed(state: &mut State, effects: &mut Effects) -> bo
 }
 
 /// Begins the changes that waited for a put of this name, up to the next put.
-fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
+fn continue_changes(state: &mut State, name: String) {
     let mut waiting = state.changes.waiting.remove(&name).unwrap_or_default();
     while !state.objects.is_unconfirmed(&name)
         && let Some(next) = waiting.pop_front()
     {
-        change(state, effects, next);
+        change(state, next);
     }
     if !waiting.is_empty() {
         state.changes.waiting.entry(name).or_default().extend(waiting);
@@ -136,7 +131,7 @@ fn continue_changes(state: &mut State, effects: &mut Effects, name: String) {
 }
 
 /// Drops the puts of a closed connection that have not begun.
-pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn withdraw(state: &mut State, id: ConnectionId) {
     let clients = &state.clients;
     let is_abandoned =
         |put: &NewVersion| put.makers.contains(&id) && !put.makers.iter().any(|id| clients.contains_key(id));
@@ -149,30 +144,23 @@ pub(crate) fn withdraw(state: &mut State, effects: &mut Effects, id: ConnectionI
             }
         }
     }
-    abandoned.into_iter().for_each(|put| discard(state, effects, put));
+    abandoned.into_iter().for_each(|put| discard(state, put));
 }
 
 /// Gives up a put that has not begun.
-pub(crate) fn discard(state: &mut State, effects: &mut Effects, put: NewVersion) {
+pub(crate) fn discard(state: &mut State, put: NewVersion) {
     state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
-    effects.close_fds(Some(put.uid()), put.into_fds());
+    state.effects.close_fds(put.uid(), put.into_fds());
 }
 
 /// Stops reserving names for clients that restore lost objects, and continues the waiting puts.
-pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
+pub(crate) fn end_reservation(state: &mut State) {
     state.changes.reserves_names = false;
     let names: Vec<String> = state.changes.waiting.keys().cloned().collect();
-    names.into_iter().for_each(|name| continue_changes(state, effects, name));
+    names.into_iter().for_each(|name| continue_changes(state, name));
 }
 
-fn publish(
-    state: &mut State,
-    effects: &mut Effects,
-    key: u64,
-    name: &str,
-    makers: &[ConnectionId],
-    restore: Option<&Restore>,
-) {
+fn publish(state: &mut State, key: u64, name: &str, makers: &[ConnectionId], restore: Option<&Restore>) {
     let caller = makers.iter().find_map(|id| state.caller(*id)).cloned();
     let maker = caller.as_ref().map(|caller| caller.connection);
     let Some(version) = state.objects.publish(key, maker) else { return };
@@ -186,8 +174,8 @@ fn publish(
             client.leases.extend(state.objects.restore_leases(&caller, key, &restore.leases));
         }
     }
-    reply_to_makers(state, effects, makers, &Ok(version));
-    published(state, effects, name);
+    reply_to_makers(state, makers, &Ok(version));
+    published(state, name);
 }
 
 /// The version that an earlier attempt of these requests has published: a client repeats a put if it did not receive the answer.
@@ -222,14 +210,9 @@ pub(crate) fn restored_version(
     Some(Published { version: restore.version, id: restore.id.clone() })
 }
 
-fn reply_to_makers(
-    state: &mut State,
-    effects: &mut Effects,
-    makers: &[ConnectionId],
-    result: &Result<Published, BrokerError>,
-) {
+fn reply_to_makers(state: &mut State, makers: &[ConnectionId], result: &Result<Published, BrokerError>) {
     for id in makers {
-        answer(state, effects, *id, result.clone().map(Message::Published));
-        effects.push(Effect::Listen(*id));
+        answer(state, *id, result.clone().map(Message::Published));
+        state.effects.push(Effect::Listen(*id));
     }
 }

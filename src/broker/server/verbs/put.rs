@@ -3,7 +3,6 @@
 use std::os::fd::OwnedFd;
 
 use super::{
-    effects::Effects,
     parts,
     publish::{change, discard, published_before, restored_version},
     reply::{answer, refuse, reply},
@@ -12,7 +11,7 @@ use crate::{
     broker::{
         request,
         server::{
-            admit::Resource,
+            admit::{NOBODY, Resource},
             state::{
                 caller::ConnectionId,
                 client::PendingRequest,
@@ -28,15 +27,15 @@ use crate::{
 };
 
 /// Starts a put. `fds` are the descriptors of its tables and first segments.
-pub(crate) fn put(state: &mut State, effects: &mut Effects, id: ConnectionId, mut put: PutHeader, fds: Vec<OwnedFd>) {
-    let Some(caller) = state.caller(id).cloned() else { return effects.close_fds(None, fds) };
+pub(crate) fn put(state: &mut State, id: ConnectionId, mut put: PutHeader, fds: Vec<OwnedFd>) {
+    let Some(caller) = state.caller(id).cloned() else { return state.effects.close_fds(NOBODY, fds) };
     let before = match &put.restore {
         Some(restore) => restored_version(state, id, &put.name, restore).map(Ok),
         None => published_before(state, &caller, &put.name, put.request.as_slice()),
     };
     if let Some(published) = before {
-        effects.close_fds(Some(caller.uid), fds);
-        return answer(state, effects, id, published.map(Message::Published));
+        state.effects.close_fds(caller.uid, fds);
+        return answer(state, id, published.map(Message::Published));
     }
     let admitted = request::check(&put).and_then(|backend| {
         let sizes = std::mem::take(&mut put.sizes);
@@ -48,45 +47,40 @@ pub(crate) fn put(state: &mut State, effects: &mut Effects, id: ConnectionId, mu
     let (mut version, sizes) = match admitted {
         Ok(admitted) => admitted,
         Err(refusal) => {
-            effects.close_fds(Some(caller.uid), fds);
-            return refuse(state, effects, id, refusal);
+            state.effects.close_fds(caller.uid, fds);
+            return refuse(state, id, refusal);
         }
     };
     let mut fds = fds.into_iter();
     let tables = version.take_tables(&mut fds);
     let segments = version.take_segments(sizes.into_iter().zip(fds), state.emulated);
     if let Err(refusal) = tables.and(segments) {
-        discard(state, effects, version);
-        return refuse(state, effects, id, refusal);
+        discard(state, version);
+        return refuse(state, id, refusal);
     }
     if version.segments() == version.all_segments() {
-        return finish_put(state, effects, id, version);
+        return finish_put(state, id, version);
     }
     state.set_request(id, PendingRequest::Upload { version: Box::new(version), problem: None });
-    effects.deadline(id, state.objects.now.after(state.timeout));
-    reply(state, effects, id, &Message::Send(Send {}));
+    state.effects.deadline(id, state.objects.now.after(state.timeout));
+    reply(state, id, &Message::Send(Send {}));
 }
 
 /// Receives more segments of a put.
-pub(crate) fn segments(
-    state: &mut State,
-    effects: &mut Effects,
-    id: ConnectionId,
-    segments: Segments,
-    fds: Vec<OwnedFd>,
-) {
-    let Some(client) = state.clients.get_mut(&id) else { return effects.close_fds(None, fds) };
+pub(crate) fn segments(state: &mut State, id: ConnectionId, segments: Segments, fds: Vec<OwnedFd>) {
+    let Some(client) = state.clients.get_mut(&id) else { return state.effects.close_fds(NOBODY, fds) };
     let uid = client.caller.uid;
     let PendingRequest::Upload { version, problem } = &mut client.request else {
-        effects.close_fds(Some(uid), fds);
-        return effects.protocol_error(id, "segments arrived, but no put waits for segments");
+        state.effects.close_fds(uid, fds);
+        return state.effects.protocol_error(id, "segments arrived, but no put waits for segments");
     };
     let (first, more) = (segments.first, segments.sizes.len());
     let (have, total) = (version.segments(), version.all_segments());
     if first != have as u64 || have + more > total {
-        effects.close_fds(Some(uid), fds);
+        state.effects.close_fds(uid, fds);
         let end = first.saturating_add(more as u64);
-        return effects
+        return state
+            .effects
             .protocol_error(id, format!("segments {first} to {end} arrived, but {have} to {total} were expected"));
     }
     let taken = version.take_segments(segments.sizes.into_iter().zip(fds), state.emulated);
@@ -98,23 +92,23 @@ pub(crate) fn segments(
         && let PendingRequest::Upload { version, problem } = std::mem::take(&mut client.request)
     {
         match problem {
-            None => finish_put(state, effects, id, *version),
+            None => finish_put(state, id, *version),
             Some(refusal) => {
-                discard(state, effects, *version);
-                refuse(state, effects, id, refusal);
+                discard(state, *version);
+                refuse(state, id, refusal);
             }
         }
     }
 }
 
 /// Publishes a complete put, or adds it to a draft.
-fn finish_put(state: &mut State, effects: &mut Effects, id: ConnectionId, version: NewVersion) {
+fn finish_put(state: &mut State, id: ConnectionId, version: NewVersion) {
     if let Err(refusal) = version.check_sizes() {
-        discard(state, effects, version);
-        return refuse(state, effects, id, refusal);
+        discard(state, version);
+        return refuse(state, id, refusal);
     }
     if version.header.announced.len() > version.parts.len() {
-        return parts::join(state, effects, id, version);
+        return parts::join(state, id, version);
     }
-    change(state, effects, Change::Put(Box::new(version)));
+    change(state, Change::Put(Box::new(version)));
 }

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use super::effects::{Effect, Effects, Outgoing};
+use super::effects::{Effect, Outgoing};
 use crate::{
     broker::server::{
         admit::Resource,
@@ -16,37 +16,32 @@ use crate::{
     wire::broker::{Message, Refusal},
 };
 
-pub(crate) fn reply(state: &mut State, effects: &mut Effects, id: ConnectionId, message: &Message) {
-    reply_with(state, effects, id, message, None);
+pub(crate) fn reply(state: &mut State, id: ConnectionId, message: &Message) {
+    reply_with(state, id, message, None);
 }
 
 /// Answers a request, optionally with a descriptor.
-pub(crate) fn reply_with(
-    state: &mut State,
-    effects: &mut Effects,
-    id: ConnectionId,
-    message: &Message,
-    fd: Option<OwnedFd>,
-) {
+pub(crate) fn reply_with(state: &mut State, id: ConnectionId, message: &Message, fd: Option<OwnedFd>) {
     if !matches!(message, Message::Send(_)) {
-        count(state, effects, id, "ok");
-        end_request(state, effects, id);
+        count(state, id, "ok");
+        end_request(state, id);
     }
     match Outgoing::of(message, Vec::new()) {
         Ok(record) => {
-            effects
+            state
+                .effects
                 .push(Effect::Send { client: id, records: vec![Outgoing { own: fd.into_iter().collect(), ..record }] });
         }
         Err(error) => {
             tracing::error!(error = error.in_full(), kind = message.name(), "cannot encode a reply");
             let message = "the description does not fit a protocol record: the object has too many or too long names";
-            refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
+            refuse(state, id, BrokerError::new(RefusalCode::Failed, message));
         }
     }
 }
 
-pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
-    count(state, effects, id, refusal.code.as_str());
+pub(crate) fn refuse(state: &mut State, id: ConnectionId, refusal: BrokerError) {
+    count(state, id, refusal.code.as_str());
     if let Some(&Caller { uid, pid, .. }) = state.caller(id) {
         // Operators can act on these; the others are the client's responsibility.
         let kind = match refusal.code {
@@ -62,17 +57,17 @@ pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId,
         }
     }
     let BrokerError { code, message } = refusal;
-    reply(state, effects, id, &Message::Refused(Refusal { code, message }));
+    reply(state, id, &Message::Refused(Refusal { code, message }));
 }
 
-pub(crate) fn answer(state: &mut State, effects: &mut Effects, id: ConnectionId, result: Result<Message, BrokerError>) {
+pub(crate) fn answer(state: &mut State, id: ConnectionId, result: Result<Message, BrokerError>) {
     match result {
-        Ok(message) => reply(state, effects, id, &message),
-        Err(refusal) => refuse(state, effects, id, refusal),
+        Ok(message) => reply(state, id, &message),
+        Err(refusal) => refuse(state, id, refusal),
     }
 }
 
-pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn end_request(state: &mut State, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match std::mem::take(&mut client.request) {
         PendingRequest::Watch(_) => state.watchers.remove(id),
@@ -80,14 +75,14 @@ pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: Connecti
         _ => {}
     }
     if client.greeted {
-        effects.push(Effect::Deadline { client: id, deadline: None });
+        state.effects.push(Effect::Deadline { client: id, deadline: None });
     }
 }
 
-pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
+pub(crate) fn count(state: &mut State, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if let Some(RequestInfo { verb, since, bytes }) = client.request_info.take() {
         state.objects.users().sub(client.caller.uid, Resource::Requests, bytes);
-        effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
+        state.effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
     }
 }

@@ -92,7 +92,8 @@ impl Fixture {
         self.last += 1;
         let connection = ConnectionId(self.last);
         let caller = Caller { connection, pid: 1, uid, gid, groups: Arc::from(groups), command: None };
-        connected(&mut self.state, &mut Effects::default(), caller);
+        connected(&mut self.state, caller);
+        self.state.effects = Effects::default();
         let capabilities = vec![BROKER.to_owned()];
         let hello = Hello { version, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
         (connection, self.ask(connection, Message::Hello(hello)))
@@ -100,21 +101,20 @@ impl Fixture {
 
     /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
-        self.run(|state, effects| handle(state, effects, id, message, fds))
+        self.run(|state| handle(state, id, message, fds))
     }
 
     fn ask(&mut self, id: ConnectionId, message: Message) -> Seen {
         self.send(id, message, Vec::new())
     }
 
-    fn run(&mut self, call: impl FnOnce(&mut State, &mut Effects)) -> Seen {
-        let mut effects = Effects::default();
-        call(&mut self.state, &mut effects);
+    fn run(&mut self, call: impl FnOnce(&mut State)) -> Seen {
+        call(&mut self.state);
         let mut seen = Vec::new();
-        while let Some(effect) = effects.0.pop_front() {
+        while let Some(effect) = self.state.effects.0.pop_front() {
             match effect {
                 Effect::Store => {
-                    complete_confirmed(&mut self.state, &mut effects);
+                    complete_confirmed(&mut self.state);
                 }
                 Effect::Send { client, .. } => {
                     all_sent(&mut self.state, client);
@@ -324,7 +324,7 @@ fn early_message_ends_connection() {
     let segments = Segments { first: 0, sizes: vec![GRANULARITY] };
     let seen = test.send(maker, Message::Segments(segments), vec![memory()]);
     assert_eq!(seen.ends(maker), Some(ErrorCode::Protocol));
-    let seen = test.run(|state, effects| disconnected(state, effects, maker));
+    let seen = test.run(|state| disconnected(state, maker));
     assert_eq!((seen.closed(), test.state.drafts.len()), (1, 0));
     // Unmapped users can't own objects.
     assert_ne!(USER_UID, overflow_uid());

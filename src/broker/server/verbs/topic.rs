@@ -1,7 +1,7 @@
 //! Topics: introduces publishers and followers.
 
 use super::{
-    effects::{Effect, Effects, Outgoing},
+    effects::{Effect, Outgoing},
     reply::refuse,
 };
 use crate::{
@@ -17,47 +17,47 @@ use crate::{
 const TOPICS_BYTES: usize = 8 * 1024;
 
 /// Opens a topic.
-pub(crate) fn open(state: &mut State, effects: &mut Effects, id: ConnectionId, topic: &OpenTopic) {
+pub(crate) fn open(state: &mut State, id: ConnectionId, topic: &OpenTopic) {
     let Some(client) = state.clients.get(&id) else { return };
     let mode = topic.mode.unwrap_or(0o600);
     let checked =
         check_name(&topic.name).and_then(|()| state.topics.open(&client.caller, &topic.name, topic.epoch, mode));
-    accept(state, effects, id, checked);
+    accept(state, id, checked);
 }
 
 /// Follows topics.
-pub(crate) fn follow(state: &mut State, effects: &mut Effects, id: ConnectionId, follow: Follow) {
+pub(crate) fn follow(state: &mut State, id: ConnectionId, follow: Follow) {
     let Some(client) = state.clients.get(&id) else { return };
     let checked = if follow.prefix { check_prefix(&follow.name) } else { check_name(&follow.name) };
     if checked.is_ok() {
         state.topics.follow(&client.caller, follow.name, follow.prefix);
     }
-    accept(state, effects, id, checked);
+    accept(state, id, checked);
 }
 
-fn accept(state: &mut State, effects: &mut Effects, id: ConnectionId, checked: Result<(), BrokerError>) {
+fn accept(state: &mut State, id: ConnectionId, checked: Result<(), BrokerError>) {
     if let Err(refusal) = checked {
-        return refuse(state, effects, id, refusal);
+        return refuse(state, id, refusal);
     }
     state.set_request(id, PendingRequest::Topic);
     match Outgoing::of(&Message::Opened(Opened {}), Vec::new()) {
-        Ok(record) => effects.push(Effect::Send { client: id, records: vec![record] }),
+        Ok(record) => state.effects.push(Effect::Send { client: id, records: vec![record] }),
         Err(error) => tracing::error!(error = error.in_full(), "cannot encode an answer"),
     }
-    introduce(state, effects);
+    introduce(state);
 }
 
 /// A client has taken its last introduction.
-pub(crate) fn met(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+pub(crate) fn met(state: &mut State, id: ConnectionId) {
     match state.topics.met(id) {
-        true => introduce(state, effects),
-        false => effects.protocol_error(id, "met arrived, but no introduction was sent"),
+        true => introduce(state),
+        false => state.effects.protocol_error(id, "met arrived, but no introduction was sent"),
     }
 }
 
 /// Introduces all clients that are ready.
-pub(crate) fn introduce(state: &mut State, effects: &mut Effects) {
-    state.topics.meetings().into_iter().for_each(|meeting| effects.push(Effect::Meet(meeting)));
+pub(crate) fn introduce(state: &mut State) {
+    state.topics.meetings().into_iter().for_each(|meeting| state.effects.push(Effect::Meet(meeting)));
 }
 
 /// The topics that a client may read: as many as fit.

@@ -1,6 +1,6 @@
 //! Watches: which events are sent to a client, and when.
 
-use super::effects::{Effect, Effects, Outgoing};
+use super::effects::{Effect, Outgoing};
 use crate::{
     broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State, watchers::WatchState},
     wire::broker::{Event, Events, Message, WatchHeader},
@@ -33,13 +33,13 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
 }
 
 /// Sends new events to watching clients, within the budget of one turn.
-pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
+pub(crate) fn send_events(state: &mut State) {
     state.watchers.queue_new_events(state.objects.events());
     let mut left = WORK_PER_TURN;
     while left > 0
         && let Some((id, skip)) = state.watchers.next()
     {
-        left = left.saturating_sub(send_page(state, effects, id, skip));
+        left = left.saturating_sub(send_page(state, id, skip));
     }
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
 }
 
 /// Sends a client its next events, unless the socket has not accepted the last record. Returns the work done.
-fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u64) -> usize {
+fn send_page(state: &mut State, id: ConnectionId, skip: u64) -> usize {
     let Some(PendingRequest::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else {
         return 1;
     };
@@ -91,7 +91,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
             Ok(record) => {
                 // The next record follows after the socket has accepted this one. A client that does not read costs nothing.
                 watching.unsent = true;
-                effects.push(Effect::Send { client: id, records: vec![record] });
+                state.effects.push(Effect::Send { client: id, records: vec![record] });
                 return work + RECORD_COST;
             }
             Err(error) => tracing::error!(error = error.in_full(), "cannot encode events"),

@@ -39,8 +39,9 @@ impl Oracle {
         for event in deleted {
             let matches =
                 |delete: &RequestedDelete| delete.name == event.name && delete.uid == event.uid && delete.may_execute();
-            let token = self.deleting.iter().find(|token| self.deletes.get(token).is_some_and(matches));
-            if let Some(delete) = token.copied().and_then(|token| self.deletes.get_mut(&token)) {
+            let mut by = self.deleting.iter().filter(|(pid, _)| *pid == event.pid).map(|(_, token)| *token);
+            let token = by.find(|token| self.deletes.get(token).is_some_and(matches));
+            if let Some(delete) = token.and_then(|token| self.deletes.get_mut(&token)) {
                 (delete.is_executed, delete.may_repeat) = (true, false);
                 let gone =
                     self.versions.values().filter(|known| known.version.named && known.version.name == event.name);
@@ -79,7 +80,7 @@ impl Oracle {
         let names = published.iter().map(|of| of.name.as_str()).collect::<BTreeSet<_>>();
         self.check_makers(audit, &names)?;
         self.check_answers()?;
-        self.deleting.retain(|token| self.deletes.get(token).is_some_and(RequestedDelete::may_execute));
+        self.deleting.retain(|(_, token)| self.deletes.get(token).is_some_and(RequestedDelete::may_execute));
         (self.released, self.expired) = Default::default();
         Ok(())
     }
@@ -116,8 +117,8 @@ impl Oracle {
                 continue;
             }
             // The keeper had the delete, which the server did not answer.
-            let deletes = self.deleting.iter().filter(|token| self.may_delete(**token, version));
-            executed.extend(deletes.map(|token| (*token, version.id.clone())));
+            let deletes = self.deleting.iter().filter(|(_, token)| self.may_delete(*token, version));
+            executed.extend(deletes.map(|(_, token)| (*token, version.id.clone())));
         }
         for (token, id) in executed {
             let delete = self.deletes.get_mut(&token).expect("it was requested");
@@ -151,7 +152,7 @@ impl Oracle {
         is_replaced(version, audit)
             || is_expired
             || is_deleted
-            || self.deleting.iter().any(|token| self.may_delete(*token, version))
+            || self.deleting.iter().any(|(_, token)| self.may_delete(*token, version))
     }
 
     /// Whether the connection of a name's maker has closed, or was not resumed in time.

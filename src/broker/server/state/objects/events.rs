@@ -6,7 +6,7 @@ use uuid::Builder;
 
 use crate::{
     broker::{
-        manifest::{Completed, Deleted, Identity, Manifest, Version},
+        manifest::{Completed, Identity, Manifest, Version},
         server::state::random::random,
     },
     wire::broker::{Event, EventKind, Maker, Owner, Token},
@@ -15,11 +15,8 @@ use crate::{
 /// The number of events kept.
 const MAX_EVENTS: usize = 4096;
 
-/// The number of remembered puts of versions that are gone.
-const MAX_COMPLETED: usize = 1024;
-
-/// The number of deleted names remembered per owner.
-const MAX_DELETED: usize = 1024;
+/// The number of remembered puts of versions that are gone, and of deletions of each owner's names.
+const MAX_DONE: usize = 1024;
 
 /// The bits of an event's number that count the events of one server. The others count the servers, so numbers grow over restarts.
 const EVENT_BITS: u32 = 32;
@@ -55,13 +52,11 @@ pub(crate) struct Events {
     identity: Identity,
     events: VecDeque<Seen>,
     last: u64,
-    /// Puts of versions that are gone, by key.
-    completed: BTreeMap<u64, Completed>,
-    /// Deleted names by the keys of their entries, and the keys of each owner, oldest first. Clients may still hold versions of these
-    /// names.
-    deleted: BTreeMap<u64, Deleted>,
-    deleted_by: HashMap<u32, VecDeque<u64>>,
-    /// The keys of both by request.
+    /// Puts of versions that are gone, and deleted names, by the keys of their entries.
+    done: BTreeMap<u64, Manifest>,
+    /// The keys of the puts, and of each owner's deletions, oldest first.
+    order: HashMap<Option<u32>, VecDeque<u64>>,
+    /// The keys by request.
     requests: HashMap<Token, u64>,
 }
 
@@ -79,9 +74,8 @@ impl Events {
             identity,
             events: VecDeque::new(),
             last,
-            completed: BTreeMap::new(),
-            deleted: BTreeMap::new(),
-            deleted_by: HashMap::new(),
+            done: BTreeMap::new(),
+            order: HashMap::new(),
             requests: HashMap::new(),
         }
     }
@@ -120,15 +114,16 @@ impl Events {
         (after + 1 < first, self.events.iter().skip(skip))
     }
 
-    /// Remembers the put of a version that is gone. Returns the key of an entry that is no longer needed.
-    pub(super) fn note_put(&mut self, key: u64, put: Completed) -> Option<u64> {
-        self.requests.extend(put.requests.iter().map(|request| (*request, key)));
-        self.completed.insert(key, put);
-        if self.completed.len() <= MAX_COMPLETED {
-            return None;
-        }
-        let (oldest, put) = self.completed.pop_first()?;
-        for request in &put.requests {
+    /// Remembers a put whose version is gone, or a deletion. Returns the key of an entry that is no longer needed.
+    pub(super) fn note_done(&mut self, key: u64, done: Manifest) -> Option<u64> {
+        let owner = match &done {
+            Manifest::Deleted(of) => Some(of.owner),
+            _ => None,
+        };
+        self.requests.extend(done.requests().iter().map(|request| (*request, key)));
+        self.done.insert(key, done);
+        let oldest = push_bounded(self.order.entry(owner).or_default(), key, MAX_DONE)?;
+        for request in self.done.remove(&oldest).iter().flat_map(Manifest::requests) {
             self.requests.remove(request);
         }
         Some(oldest)
@@ -136,39 +131,34 @@ impl Events {
 
     /// The put of a version that is gone, by its request.
     pub(super) fn put(&self, request: Token) -> Option<&Completed> {
-        self.completed.get(self.requests.get(&request)?)
-    }
-
-    /// Remembers a deleted name. Returns the key of an entry that is no longer needed.
-    pub(super) fn note_deleted(&mut self, key: u64, deleted: Deleted) -> Option<u64> {
-        self.requests.extend(deleted.request.map(|request| (request, key)));
-        let oldest = push_bounded(self.deleted_by.entry(deleted.owner).or_default(), key, MAX_DELETED);
-        self.deleted.insert(key, deleted);
-        let request = self.deleted.remove(&oldest?)?.request;
-        request.and_then(|request| self.requests.remove(&request));
-        oldest
+        match self.done.get(self.requests.get(&request)?)? {
+            Manifest::Completed(put) => Some(put),
+            _ => None,
+        }
     }
 
     /// The name that a request has deleted.
     pub(super) fn delete(&self, request: Token) -> Option<&str> {
-        self.deleted.get(self.requests.get(&request)?).map(|deleted| deleted.name.as_str())
+        match self.done.get(self.requests.get(&request)?)? {
+            Manifest::Deleted(deleted) => Some(&deleted.name),
+            _ => None,
+        }
     }
 
     /// The manifest of a completed request.
-    pub(super) fn manifest(&self, key: u64) -> Option<Manifest> {
-        let deleted = self.deleted.get(&key).cloned().map(Manifest::Deleted);
-        deleted.or_else(|| self.completed.get(&key).cloned().map(Manifest::Completed))
+    pub(super) fn manifest(&self, key: u64) -> Option<&Manifest> {
+        self.done.get(&key)
     }
 
     /// The keys of all completed requests.
     pub(super) fn keys(&self) -> impl Iterator<Item = u64> {
-        self.completed.keys().chain(self.deleted.keys()).copied()
+        self.done.keys().copied()
     }
 
     /// Whether this user deleted the name recently.
     pub(crate) fn was_deleted(&self, name: &str, owner: u32) -> bool {
-        let mut keys = self.deleted_by.get(&owner).into_iter().flatten();
-        keys.any(|key| self.deleted.get(key).is_some_and(|deleted| deleted.name == name))
+        let mut keys = self.order.get(&Some(owner)).into_iter().flatten();
+        keys.any(|key| matches!(self.done.get(key), Some(Manifest::Deleted(deleted)) if deleted.name == name))
     }
 }
 

@@ -5,7 +5,7 @@ use nix::unistd::geteuid;
 use super::{Name, Objects, Version, event, token_reused};
 use crate::{
     broker::{
-        manifest::{self, Completed, Deleted},
+        manifest::{self, Completed, Deleted, Manifest},
         server::{admit::Resource, state::caller::Caller},
     },
     error::BrokerError,
@@ -32,12 +32,9 @@ impl Objects {
         // The keeper gets the deletion first. If this server dies before it has removed every version, the next one removes the others.
         self.last_key += 1;
         let key = self.last_key;
-        let forgotten = self.events.note_deleted(key, Deleted { name: name.to_owned(), owner, request });
         self.store.send(key, 0);
+        self.note_done(key, Manifest::Deleted(Deleted { name: name.to_owned(), owner, request }));
         self.remove(name, &caller.describe(), "deleted");
-        if let Some(key) = forgotten {
-            self.store.remove(key, 0);
-        }
         Ok(())
     }
 
@@ -133,9 +130,7 @@ impl Objects {
         }
         self.store.replace(key, descriptors, 0);
         let put = Completed { name, published: Published { version, id }, requests };
-        if let Some(oldest) = self.events.note_put(key, put) {
-            self.store.remove(oldest, 0);
-        }
+        self.note_done(key, Manifest::Completed(put));
         true
     }
 }

@@ -28,7 +28,7 @@ impl Objects {
         entries: BTreeMap<u64, Entry>,
     ) -> Self {
         let mut identity = None;
-        let (mut versions, mut completed, mut deleted) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut versions, mut all_done, mut last_deletion) = (Vec::new(), Vec::new(), HashMap::new());
         let (mut garbage, mut damaged) = (Vec::new(), Vec::new());
         for (key, Entry { manifest, fds }) in entries {
             match serde_json::from_slice(&manifest) {
@@ -39,8 +39,12 @@ impl Objects {
                 Ok(Manifest::Version(version)) if version.descriptors() == fds.len() => {
                     versions.push((key, *version, fds))
                 }
-                Ok(Manifest::Completed(put)) if fds.is_empty() => completed.push((key, put)),
-                Ok(Manifest::Deleted(name)) if fds.is_empty() => deleted.push((key, name)),
+                Ok(done @ (Manifest::Completed(_) | Manifest::Deleted(_))) if fds.is_empty() => {
+                    if let Manifest::Deleted(of) = &done {
+                        last_deletion.insert(of.name.clone(), key);
+                    }
+                    all_done.push((key, done));
+                }
                 other => {
                     let why = match other {
                         Ok(Manifest::Version(of)) => {
@@ -57,16 +61,9 @@ impl Objects {
         }
         let mut objects = Self::empty(now, limits, Events::new(identity), store);
         objects.garbage.push((NOBODY, garbage));
-        let last_deletion: HashMap<String, u64> = deleted.iter().map(|(key, of)| (of.name.clone(), *key)).collect();
-        for (key, of) in deleted {
+        for (key, done) in all_done {
             objects.last_key = objects.last_key.max(key);
-            let forgotten = objects.events.note_deleted(key, of);
-            forgotten.into_iter().for_each(|key| objects.store.remove(key, 0));
-        }
-        for (key, put) in completed {
-            objects.last_key = objects.last_key.max(key);
-            let forgotten = objects.events.note_put(key, put);
-            forgotten.into_iter().for_each(|key| objects.store.remove(key, 0));
+            objects.note_done(key, done);
         }
         for (key, fds) in damaged {
             objects.store.count(fds);
@@ -92,6 +89,13 @@ impl Objects {
         objects.resume_by_ms = now.ms.saturating_add(resume.as_millis() as u64);
         objects.last_restored = objects.last_key;
         objects
+    }
+
+    /// Remembers a completed request. The keeper drops one that is no longer needed.
+    pub(super) fn note_done(&mut self, key: u64, done: Manifest) {
+        if let Some(oldest) = self.events.note_done(key, done) {
+            self.store.remove(oldest, 0);
+        }
     }
 
     fn restore_version(&mut self, key: u64, version: Version, fds: Vec<OwnedFd>) {
@@ -192,7 +196,7 @@ impl Source for Objects {
         } else if let Some(version) = self.version(key) {
             (Manifest::Version(Box::new(version.record.clone())), version.fds.len())
         } else {
-            (self.events.manifest(key)?, 0)
+            (self.events.manifest(key)?.clone(), 0)
         };
         let json = serde_json::to_vec(&manifest).expect("a manifest is plain data");
         Some((json, descriptors))

@@ -101,10 +101,9 @@ fn early_release_ends_connection() {
     let mut test = Fixture::new();
     let (maker, reader) = (test.client(), test.client());
     test.put(maker, "a", "").published(maker);
-    let mut effects = Effects::default();
     let get = Message::Get(Box::new(serde_json::from_str(r#"{"objects": [{"name": "a"}]}"#).unwrap()));
-    handle(&mut test.state, &mut effects, reader, get, Vec::new());
-    let (token, _) = Seen(effects.0.into()).lease(reader);
+    handle(&mut test.state, reader, get, Vec::new());
+    let (token, _) = Seen(std::mem::take(&mut test.state.effects).0.into()).lease(reader);
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
 }

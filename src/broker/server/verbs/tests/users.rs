@@ -242,6 +242,20 @@ fn quotas_are_each_users_own() {
 }
 
 #[test]
+fn claims_of_a_user_are_bounded() {
+    let mut test = Fixture::new();
+    let [first, second] = [(); 2].map(|()| test.client());
+    let mut claims = |client, number: u32| test.claims(client, json!({ "name": format!("a/{number}") }));
+    (0..1024).for_each(|number| assert!(claims(if number % 2 == 0 { first } else { second }, number).is_ok()));
+    let refusal = claims(first, 1024).unwrap_err();
+    assert_eq!(refusal.code, RefusalCode::Quota);
+    assert!(refusal.message.contains("has 1024 claims and asks for 1 more"), "{}", refusal.message);
+    // Closed connections no longer count.
+    disconnected(&mut test.state, second);
+    assert!(test.claims(first, json!({ "name": "a/1" })).is_ok());
+}
+
+#[test]
 fn kept_versions_count_as_objects() {
     let mut test = Fixture::with(Quota { objects: Some(10), ..Quota::default() }, 10_000);
     let maker = test.client();

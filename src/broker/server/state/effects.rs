@@ -8,9 +8,6 @@ use crate::{
     wire::broker::Message,
 };
 
-/// The user that descriptors are charged to. All users that may not connect share `None`.
-pub(crate) type Origin = Option<u32>;
-
 pub(crate) enum Effect {
     /// Sends records: the first now, each further one after the client has acknowledged its predecessor.
     Send {
@@ -33,16 +30,16 @@ pub(crate) enum Effect {
         client: ConnectionId,
         why: &'static str,
     },
-    /// Sets or clears the client's deadline. At the deadline, the loop calls [`super::connection::deadline_passed`].
+    /// Sets or clears the client's deadline. At the deadline, the loop calls `verbs::connection::deadline_passed`.
     Deadline {
         client: ConnectionId,
         deadline: Option<Instant>,
     },
     /// Resumes reading from a client that waited.
     Listen(ConnectionId),
-    /// Closes descriptors where blocking is allowed.
+    /// Closes descriptors where blocking is allowed. They are charged to the user `of`.
     CloseFds {
-        of: Origin,
+        of: u32,
         fds: Vec<OwnedFd>,
     },
     Count {
@@ -52,7 +49,7 @@ pub(crate) enum Effect {
     },
     /// Connects two clients: sends each one end of a socket pair.
     Meet(Meeting),
-    /// Sends queued messages to the keeper, then calls [`super::publish::publish_confirmed`].
+    /// Sends queued messages to the keeper, then calls `verbs::publish::complete_confirmed`.
     Store,
 }
 
@@ -66,7 +63,7 @@ impl Effects {
     }
 
     /// Closes descriptors that a client sent and the server did not keep.
-    pub(crate) fn close_fds(&mut self, of: Origin, fds: Vec<OwnedFd>) {
+    pub(crate) fn close_fds(&mut self, of: u32, fds: Vec<OwnedFd>) {
         if !fds.is_empty() {
             self.push(Effect::CloseFds { of, fds });
         }
