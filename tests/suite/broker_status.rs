@@ -16,23 +16,14 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, until},
+    broker_commands::{text, vmmfd},
     doctor::has_driver,
-    running::{Ended, Meeting, Run, Running, binary, fits},
+    running::{Ended, Meeting, Running, binary, fits},
     support::{
         Copy, Subject,
         served::{Keeper, Served, is_alive},
     },
 };
-
-fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
-    let mut run = place.bare("vmmfd");
-    run.command.args(arguments);
-    run
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
 
 /// The report of `vmmfd status`.
 #[track_caller]

@@ -10,6 +10,7 @@ use vmmfd::{
 };
 
 use crate::{
+    broker_commands::vmmfd,
     broker_pages::Template,
     running::{Meeting, fits, wait_for},
     support::served::Served,
@@ -75,12 +76,6 @@ fn watch_reports_its_prefix_in_order() {
     let waiting = thread::spawn(move || happened(&mut watch, 1));
     put("models/late", 1, Condition::New);
     assert_eq!(waiting.join().unwrap(), [(EventKind::Published, "models/late".to_owned(), 1)]);
-}
-
-fn vmmfd(place: &Meeting, arguments: &[&str]) -> crate::running::Run {
-    let mut run = place.bare("vmmfd");
-    run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
-    run
 }
 
 #[test]

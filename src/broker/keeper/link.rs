@@ -79,9 +79,7 @@ impl Link {
     /// [`Error::System`] if there is no current folder.
     pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path) -> Result<Self> {
         match keeper {
-            KeeperPath::Socket(path) => {
-                Ok(Self { path: path.clone(), program: None, arguments: Vec::new(), ends: Ends::Never, started: None })
-            }
+            KeeperPath::Socket(path) => Ok(Self::to(path)),
             KeeperPath::Program(program) => Self::starting(&absolute(program)?, Vec::new(), Ends::Unused, broker),
         }
     }
@@ -101,7 +99,6 @@ impl Link {
     }
 
     /// A link that starts no keeper.
-    #[cfg(test)]
     pub(super) fn to(path: &Path) -> Self {
         Self { path: path.to_owned(), program: None, arguments: Vec::new(), ends: Ends::Never, started: None }
     }

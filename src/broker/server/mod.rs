@@ -13,6 +13,7 @@ pub(crate) mod limits;
 #[cfg(test)]
 #[path = "../simulation/mod.rs"]
 mod simulation;
+#[macro_use]
 mod state;
 mod verbs;
 

@@ -117,11 +117,11 @@ impl Broker {
     }
 }
 
-fn text(path: &Path) -> &str {
+pub(crate) fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
+pub(crate) fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
     let mut run = place.bare("vmmfd");
     run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
     run

@@ -177,17 +177,19 @@ fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Resu
 }
 
 fn check(get: &GetHeader) -> Result<(), BrokerError> {
-    let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message));
     if get.objects.is_empty() {
-        return invalid("a get must name at least one object");
+        return refuse!(Invalid, "a get must name at least one object");
     }
     get.objects.iter().try_for_each(|object| check_name(&object.name))?;
     if let Some(ClaimHeader { part, group }) = &get.claim {
         if get.objects.len() > 1 {
-            return invalid("a claim requires exactly one object");
+            return refuse!(Invalid, "a claim requires exactly one object");
         }
         if part.is_some() != group.is_some() {
-            return invalid("a claim on a part requires a group, and a claim on the whole object must not have one");
+            return refuse!(
+                Invalid,
+                "a claim on a part requires a group, and a claim on the whole object must not have one"
+            );
         }
         part.iter().try_for_each(|part| check_component("part", part))?;
         group.iter().try_for_each(|group| check_component("group", group))?;

@@ -92,33 +92,33 @@ fn missing(puts: &[NewVersion]) -> Vec<&str> {
 
 /// Checks that a put belongs to a draft with these puts.
 fn check(key: &DraftKey, puts: &[NewVersion], put: &NewVersion) -> Result<(), BrokerError> {
-    let refused = |code, message: String| Err(BrokerError::new(code, message));
-    let invalid = |message| refused(RefusalCode::Invalid, message);
     let DraftKey { name, group } = key;
     let Some(first) = puts.first() else { return Ok(()) };
     let (uid, other) = (put.uid(), first.uid());
+    let replaced = |put: &NewVersion| (put.header.replace, put.header.if_version);
     if uid != other {
-        let message = format!("uid {other} is assembling this version of `{name}`, so uid {uid} can't add parts to it");
-        return refused(RefusalCode::Denied, message);
+        return refuse!(
+            Denied,
+            "uid {other} is assembling this version of `{name}`, so uid {uid} can't add parts to it"
+        );
     }
     if !same(&first.header.announced, &put.header.announced) {
-        return invalid(format!("other puts of group `{group}` announced different parts"));
+        return refuse!(Invalid, "other puts of group `{group}` announced different parts");
     }
-    let replaced = |put: &NewVersion| (put.header.replace, put.header.if_version);
     if replaced(first) != replaced(put) {
-        return invalid(format!("other puts of group `{group}` replace a different version"));
+        return refuse!(Invalid, "other puts of group `{group}` replace a different version");
     }
     if first.backend != put.backend {
-        return invalid(format!("other puts of group `{group}` have memory of a different backend"));
+        return refuse!(Invalid, "other puts of group `{group}` have memory of a different backend");
     }
     if puts.iter().chain([put]).map(NewVersion::all_segments).sum::<usize>() > MAX_SEGMENTS {
-        return invalid(format!("the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object"));
+        return refuse!(Invalid, "the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object");
     }
     if put.header.metadata.is_some() && puts.iter().any(|put| put.header.metadata.is_some()) {
-        return invalid(format!("another put of group `{group}` already has metadata"));
+        return refuse!(Invalid, "another put of group `{group}` already has metadata");
     }
     match put.parts.iter().map(|part| &part.record.header.name).find(|part| has(puts, part)) {
-        Some(part) => refused(RefusalCode::Exists, format!("part `{part}` has already been put")),
+        Some(part) => refuse!(Exists, "part `{part}` has already been put"),
         None => Ok(()),
     }
 }
