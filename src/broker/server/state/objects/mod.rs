@@ -123,7 +123,8 @@ struct Name {
 
 #[derive(Debug)]
 struct Version {
-    record: manifest::Version,
+    /// Boxed: the nodes of a tree have room for several versions.
+    record: Box<manifest::Version>,
     fds: Vec<OwnedFd>,
     leases: u64,
 }

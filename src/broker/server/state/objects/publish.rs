@@ -295,7 +295,7 @@ impl Objects {
     }
 
     /// The manifest of a put, and its descriptors.
-    fn describe(&self, caller: &Caller, put: NewVersion) -> (manifest::Version, Vec<OwnedFd>) {
+    fn describe(&self, caller: &Caller, put: NewVersion) -> (Box<manifest::Version>, Vec<OwnedFd>) {
         let NewVersion { header, backend, requests, metadata, parts, .. } = put;
         let existing = self.names.get(header.name.as_str());
         let restore = header.restore.as_ref();
@@ -324,7 +324,7 @@ impl Objects {
             resume_by_ms: None,
             reports: Vec::new(),
         };
-        (record, metadata.into_iter().chain(fds.into_iter().flatten()).collect())
+        (Box::new(record), metadata.into_iter().chain(fds.into_iter().flatten()).collect())
     }
 
     /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.
@@ -357,7 +357,7 @@ impl Objects {
     }
 
     /// Adds a version that is counted. It becomes the current version of its name, unless it has lost the name.
-    pub(super) fn add_version(&mut self, key: u64, record: manifest::Version, fds: Vec<OwnedFd>) {
+    pub(super) fn add_version(&mut self, key: u64, record: Box<manifest::Version>, fds: Vec<OwnedFd>) {
         self.requests.extend(record.requests.iter().map(|request| (*request, key)));
         self.ids.insert(record.id.clone(), key);
         record.reports.iter().for_each(|report| self.users.add(report.reader.uid, Resource::Reports, 1));

@@ -118,7 +118,7 @@ impl Objects {
         }
         self.users.remove_version(&record);
         record.reports.iter().for_each(|report| self.users.sub(report.reader.uid, Resource::Reports, 1));
-        let manifest::Version { name, version, id, mut requests, .. } = record;
+        let manifest::Version { name, version, id, mut requests, .. } = *record;
         requests.retain(|request| self.requests.get(request) == Some(&key));
         if requests.is_empty() {
             self.store.remove(key, descriptors);

@@ -37,7 +37,7 @@ impl Objects {
                     garbage.extend(fds);
                 }
                 Ok(Manifest::Version(version)) if version.descriptors() == fds.len() => {
-                    versions.push((key, *version, fds))
+                    versions.push((key, version, fds))
                 }
                 Ok(done @ (Manifest::Completed(_) | Manifest::Deleted(_))) if fds.is_empty() => {
                     if let Manifest::Deleted(of) = &done {
@@ -98,7 +98,7 @@ impl Objects {
         }
     }
 
-    fn restore_version(&mut self, key: u64, version: Version, fds: Vec<OwnedFd>) {
+    fn restore_version(&mut self, key: u64, version: Box<Version>, fds: Vec<OwnedFd>) {
         self.users.add_version(&version);
         if !version.is_unnamed && !self.names.contains_key(version.name.as_str()) {
             self.users.add(version.owner.uid, Resource::Objects, 1);
@@ -194,7 +194,7 @@ impl Source for Objects {
         let (manifest, descriptors) = if key == BROKER {
             (Manifest::Broker(self.events.identity().clone()), self.own.len())
         } else if let Some(version) = self.version(key) {
-            (Manifest::Version(Box::new(version.record.clone())), version.fds.len())
+            (Manifest::Version(version.record.clone()), version.fds.len())
         } else {
             (self.events.manifest(key)?.clone(), 0)
         };
