@@ -15,12 +15,11 @@ use nix::sys::eventfd::EventFd;
 
 use super::{
     dial::{Dialled, Dialler, no_broker},
-    exchange::Exchange,
     holdings::{Handlers, Holdings, OwnLease},
     lease::{Lease, TableCache},
     recalls::Recalls,
     reconnect::resume_on,
-    records::{buffer, is_broken, send_on},
+    records::{Exchange, buffer, is_broken, send_on},
     turns::Turns,
     waits::Waits,
 };

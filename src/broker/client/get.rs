@@ -13,11 +13,10 @@ use super::{
     Client,
     claim::{Claim, ClaimOf, Found},
     connection::Connection,
-    exchange::Exchange,
     holdings::PartHeader,
     lease::{Described, Lease, RawLease, differs, quoting},
     ranges::ranges_of,
-    records::unexpected,
+    records::{Exchange, unexpected},
 };
 use crate::{
     broker::{

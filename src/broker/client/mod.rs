@@ -3,7 +3,6 @@
 mod claim;
 mod connection;
 mod dial;
-mod exchange;
 mod get;
 mod hold;
 mod holdings;

@@ -9,9 +9,8 @@ use std::{
 
 use super::{
     Client,
-    exchange::Exchange,
     holdings::{Header, HeldPart, PartHeader},
-    records::{answer, unexpected},
+    records::{Exchange, answer, unexpected},
 };
 use crate::{
     broker::request,

@@ -14,10 +14,9 @@ use super::{
     Client,
     connection::Connection,
     dial::{Dialled, no_broker},
-    exchange::Exchange,
     holdings::{Header, LossReason, Notice, OwnLease},
     put,
-    records::{answer, is_broken},
+    records::{Exchange, answer, is_broken},
 };
 use crate::{
     channel::deadline_after,

@@ -16,11 +16,10 @@ use std::{
 
 use super::{
     HANDOVER_TIMEOUT, Store, VERSION,
-    dial::{dial, dial_if_there, unreachable},
     entries::Entry,
     handover::{Handover, receive_all},
     message::{Message, send},
-    peer::Process,
+    peer::{Process, dial, dial_if_there, unreachable},
 };
 use crate::{
     channel::Cancel,

@@ -8,7 +8,7 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `peer`, `dial`, `link`, `handover` | finds or starts a server's keeper, and takes over its entries |
+//! | `peer`, `link`, `handover` | finds or starts a server's keeper, and takes over its entries |
 //! | `store` | the server's end of the connection |
 //! | `process`, `held`, `newcomers`, `twin` | the keeper: its loop, its entries, new connections, its copy while it has no server |
 //! | `message`, `entries` | the records, and the entries that they carry |
@@ -47,7 +47,6 @@
 //! | the server before `Complete`, after its keeper | the next server continues with the entries that arrived, and logs that others are lost |
 //! | both at once | the memory is freed, except for memory that clients hold |
 
-mod dial;
 mod entries;
 mod handover;
 mod held;
@@ -63,7 +62,6 @@ mod twin;
 
 #[cfg(test)]
 pub(super) use self::process::simulated::KeeperFlaw;
-pub use self::{dial::check_reachable, link::KeeperPath};
 pub(super) use self::{
     entries::Entry,
     link::{Link, Takeover},
@@ -71,6 +69,7 @@ pub(super) use self::{
     process::KeeperProcess,
     store::{Flushed, Keeper, Mark, Source, Store},
 };
+pub use self::{link::KeeperPath, peer::check_reachable};
 
 /// The version of the messages.
 const VERSION: u32 = 2;

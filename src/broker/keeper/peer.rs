@@ -1,8 +1,9 @@
-//! The process at the other end of a connection between server and keeper.
+//! The process at the other end of a connection between server and keeper, and how a server finds its keeper.
 
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -13,7 +14,17 @@ use nix::{
 };
 use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::{channel::Peer, sys::pidfd_of};
+use crate::{
+    channel::{Cancel, Peer, Trust, connect_socket},
+    error::{Error, Result, SocketError},
+    sys::pidfd_of,
+};
+
+/// How long a twin may take to listen in its own name after its keeper died.
+const TWIN_WAIT: Duration = Duration::from_millis(50);
+
+/// Retry interval while a twin takes over.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// A server or a keeper, from the view of the other. Dropping this leaves the process running.
 #[derive(Debug)]
@@ -96,4 +107,42 @@ pub(super) fn ready(fd: impl AsFd, flags: PollFlags, wait: Duration) -> bool {
 /// The time left until `at`.
 pub(super) fn until(at: Instant) -> Duration {
     at.saturating_duration_since(Instant::now())
+}
+
+/// Connects to the keeper at a path. Waits up to `wait` for a listener; `None` if there is none.
+pub(super) fn dial_if_there(path: &Path, wait: Duration, cancel: &Cancel) -> Result<Option<(OwnedFd, Process)>> {
+    let begun = Instant::now();
+    loop {
+        let (socket, peer) = match connect_socket(path, wait, &Trust::default(), cancel) {
+            Ok(connected) => connected,
+            Err(Error::Socket(SocketError::Absent { .. })) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        require_own_user(peer).map_err(|why| unreachable(path, io::Error::other(why)))?;
+        let keeper = Process::of(peer.pid);
+        // The kernel reports the process that listened first, until its twin listens again.
+        if !keeper.is_dead() || begun.elapsed() > wait.max(TWIN_WAIT) {
+            return Ok(Some((socket, keeper)));
+        }
+        cancel.pause(RETRY)?;
+    }
+}
+
+/// Connects to the keeper at a path. Waits up to `wait` for a listener.
+pub(super) fn dial(path: &Path, wait: Duration, cancel: &Cancel) -> Result<(OwnedFd, Process)> {
+    dial_if_there(path, wait, cancel)?.ok_or_else(|| {
+        unreachable(path, io::Error::other("no keeper listens there; start one with `vmmfd keeper --socket PATH`"))
+    })
+}
+
+pub(super) fn unreachable(path: &Path, error: io::Error) -> Error {
+    Error::system(format!("reach the keeper at {}", path.display()), error)
+}
+
+/// Checks that a keeper of this user listens at a path.
+///
+/// # Errors
+/// [`Error::System`] if there is none; [`Error::Socket`] if this user may not connect.
+pub fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
+    dial(path, Duration::ZERO, cancel).map(drop)
 }

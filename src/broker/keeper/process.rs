@@ -24,13 +24,12 @@ use nix::{
 
 use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
-    dial::{dial_if_there, unreachable},
     entries::Entries,
     handover::{Handover, receive_all},
     held::Held,
     message::{Arrival, Message, receive, send},
     newcomers::{Newcomers, answer},
-    peer::{Process, until},
+    peer::{Process, dial_if_there, unreachable, until},
     twin::{Side, Twin},
 };
 use crate::{

@@ -64,10 +64,6 @@ pub(super) struct Pending {
     pub(super) is_sent: bool,
     /// The earliest time of a timeout.
     pub(super) due: std::time::Instant,
-    /// Resumes this lease of another user instead.
-    pub(super) steals: Option<Token>,
-    /// Gets the memory of this lease.
-    pub(super) selects: Option<Token>,
 }
 
 /// A client's process.
@@ -116,11 +112,6 @@ impl Client {
 
     /// The message of the pending request, with its descriptors.
     pub(super) fn message(&self, pending: &Pending) -> (Message, Vec<OwnedFd>) {
-        if let Some(token) = pending.steals {
-            // The thief does not know the version.
-            let leases = vec![ResumedLease { token, id: String::new(), size: 0 }];
-            return (Message::Resume(Resume { leases, puts: Vec::new() }), Vec::new());
-        }
         let get = |name: usize, wait: u64, newer_than: Option<u64>, claim: Option<ClaimHeader>| {
             let object = GetObject { name: NAMES[name].to_owned(), newer_than, ..GetObject::default() };
             let wait_ms = Some(wait).filter(|wait| *wait > 0);
@@ -129,8 +120,8 @@ impl Client {
         let object = |object| Message::Get(Box::new(GetHeader { objects: vec![object], wait_ms: None, claim: None }));
         let message = match pending.request {
             Request::Put { name, memory, kind } => return self.put(pending.token, name, memory, kind),
-            Request::Get { name, .. } if pending.selects.is_some() => {
-                object(GetObject { name: NAMES[name].to_owned(), lease: pending.selects, ..GetObject::default() })
+            Request::Select { name, lease } => {
+                object(GetObject { name: NAMES[name].to_owned(), lease: Some(lease), ..GetObject::default() })
             }
             Request::Get { name, wait, newer } => get(name, wait, newer.then_some(1), None),
             Request::Describe { name } => {
@@ -144,6 +135,11 @@ impl Client {
             Request::Watch => {
                 let (after, instance) = (self.seen, self.seen.map(|_| self.instance.clone()));
                 Message::Watch(WatchHeader { prefix: String::new(), after, instance, recalls: false })
+            }
+            Request::Steal(token) => {
+                // The thief does not know the version.
+                let leases = vec![ResumedLease { token, id: String::new(), size: 0 }];
+                Message::Resume(Resume { leases, puts: Vec::new() })
             }
             Request::List => Message::List(List { prefix: String::new(), after: None }),
         };

@@ -129,7 +129,6 @@ impl Oracle {
 
     pub(super) fn asked(&mut self, client: &Client, pending: &Pending) {
         match pending.request {
-            _ if pending.steals.is_some() => {}
             Request::Put { name, memory, kind } => {
                 let memory = if kind == Kind::Long { vec![Some(memory), Some(memory + 4)] } else { vec![Some(memory)] };
                 let (name, part) = (NAMES[name], part_of(client.number, kind));
@@ -259,7 +258,6 @@ impl Oracle {
     }
 
     fn take(&mut self, client: &mut Client, message: Message, memory: &[Option<usize>]) -> Result<(), String> {
-        let steals = client.pending.as_ref().and_then(|pending| pending.steals);
         if let Message::Resumed(resumed) = &message {
             if !client.is_ready {
                 client.leases.retain(|lease| !resumed.lost.contains(&lease.token));
@@ -270,13 +268,12 @@ impl Oracle {
                 client.is_ready = true;
                 return Ok(());
             }
-            client.pending = None;
-            return match steals {
-                Some(token) if resumed.lost.contains(&token) => Ok(()),
+            return match client.pending.take().map(|pending| pending.request) {
+                Some(Request::Steal(token)) if resumed.lost.contains(&token) => Ok(()),
                 _ => Err("the lease of another user".to_owned()),
             };
         }
-        let Some(Pending { request, token, selects, .. }) = client.pending.clone() else {
+        let Some(Pending { request, token, .. }) = client.pending.clone() else {
             return Err(format!("{} without a request", message.name()));
         };
         match (message, request) {
@@ -291,7 +288,10 @@ impl Oracle {
             }
             (
                 Message::Lease(lease),
-                Request::Get { name, .. } | Request::Claim { name, .. } | Request::Describe { name },
+                Request::Get { name, .. }
+                | Request::Claim { name, .. }
+                | Request::Describe { name }
+                | Request::Select { name, .. },
             ) => {
                 let Some((known, number, parts)) = self.history.get(&lease.id) else {
                     return Err(format!("a lease of an unknown version of `{}`", NAMES[name]));
@@ -306,11 +306,13 @@ impl Oracle {
                         "memory {have:?} for version {number} of `{known}`, which has memory {want:?}"
                     ));
                 }
-                match selects {
-                    Some(token) if token != lease.token => return Err("another lease than it selects from".to_owned()),
-                    Some(_) => {}
-                    None if client.has_lease(lease.token) => return Err("the same lease twice".to_owned()),
-                    None => {
+                match request {
+                    Request::Select { lease: of, .. } if of != lease.token => {
+                        return Err("another lease than it selects from".to_owned());
+                    }
+                    Request::Select { .. } => {}
+                    _ if client.has_lease(lease.token) => return Err("the same lease twice".to_owned()),
+                    _ => {
                         let (token, id) = (lease.token, lease.id.clone());
                         client.leases.push(ResumedLease { token, id, size: GRANULARITY });
                     }
@@ -389,17 +391,18 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
         Request::Put { name, .. }
         | Request::Claim { name, .. }
         | Request::Delete { name }
-        | Request::Describe { name } => (name, None),
-        Request::Watch | Request::List => (0, None),
+        | Request::Describe { name }
+        | Request::Select { name, .. } => (name, None),
+        Request::Watch | Request::List | Request::Steal(_) => (0, None),
     };
     let name = NAMES[name];
     let exists = state.objects.find(name, None, newer_than).is_some();
     let drafts = state.drafts.iter().filter(|(key, _)| key.name == name).flat_map(|(_, puts)| puts);
     let mut drafts = drafts.map(NewVersion::uid);
     match code {
-        RefusalCode::Absent => match pending.selects {
-            Some(token) => state.objects.holder(token) != client.connection,
-            None => !exists,
+        RefusalCode::Absent => match pending.request {
+            Request::Select { lease, .. } => state.objects.holder(lease) != client.connection,
+            _ => !exists,
         },
         RefusalCode::Exists => exists || drafts.next().is_some() || was_just_deleted(state, name),
         RefusalCode::Timeout => now >= pending.due,

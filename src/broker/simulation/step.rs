@@ -1,6 +1,7 @@
 //! The steps of a schedule, and their random generation.
 
 use super::world::CLIENTS;
+use crate::wire::broker::Token;
 
 /// One step. A step that does not apply, such as a kill of a dead server, changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,6 +80,13 @@ pub(super) enum Request {
     },
     Watch,
     List,
+    /// Tries to resume this lease of another user.
+    Steal(Token),
+    /// Gets the memory of a lease.
+    Select {
+        name: usize,
+        lease: Token,
+    },
 }
 
 /// The kinds of puts.

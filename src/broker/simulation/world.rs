@@ -22,7 +22,7 @@ use crate::{
         server::state::{caller::ConnectionId, objects::VersionFd, time::Time},
     },
     channel::Cancel,
-    wire::broker::{Message, Release, Token},
+    wire::broker::{Message, Release},
 };
 
 pub(super) const CLIENTS: usize = 3;
@@ -116,7 +116,7 @@ impl World {
 
     fn apply(&mut self, step: Step) {
         match step {
-            Step::Ask(client, request) => self.ask(client, request, None, None),
+            Step::Ask(client, request) => self.ask(client, request),
             Step::Repeat(client) => self.repeat(client),
             Step::Deliver(at) => {
                 let unread = self.pipes.iter().filter(|(_, pipe)| pipe.is_unread()).map(|(id, _)| *id);
@@ -243,7 +243,7 @@ impl Pipe {
 
 // Clients.
 impl World {
-    fn ask(&mut self, client: usize, request: Request, steals: Option<Token>, selects: Option<Token>) {
+    fn ask(&mut self, client: usize, request: Request) {
         if self.clients[client].pending.is_some() {
             return;
         }
@@ -254,7 +254,7 @@ impl World {
             _ => 0,
         };
         let due = self.now.at + Duration::from_millis(wait);
-        let pending = Pending { request, token, is_sent: false, due, steals, selects };
+        let pending = Pending { request, token, is_sent: false, due };
         self.oracle.asked(&self.clients[client], &pending);
         self.clients[client].pending = Some(pending);
         if self.clients[client].is_ready {
@@ -264,7 +264,7 @@ impl World {
 
     fn repeat(&mut self, client: usize) {
         let it = &mut self.clients[client];
-        let last = it.last.take_if(|last| it.pending.is_none() && last.steals.is_none());
+        let last = it.last.take_if(|last| it.pending.is_none() && !matches!(last.request, Request::Steal(_)));
         let Some(last) = last else { return };
         let is_ready = it.is_ready;
         // A wait starts again.
@@ -342,7 +342,7 @@ impl World {
             return;
         }
         // A lease must not be released while it is being sent again.
-        let is_selecting = it.pending.as_ref().is_some_and(|pending| pending.selects.is_some());
+        let is_selecting = it.pending.as_ref().is_some_and(|pending| matches!(pending.request, Request::Select { .. }));
         let has_lease = it.claim.is_none() && !it.leases.is_empty() && !is_selecting;
         let lease = has_lease.then(|| it.leases.remove(0).token);
         let Some(token) = it.claim.take().or(lease) else { return };
@@ -355,7 +355,7 @@ impl World {
         if let Some(token) = others.flat_map(|other| &other.leases).next().map(|lease| lease.token)
             && self.clients[client].is_ready
         {
-            self.ask(client, Request::List, Some(token), None);
+            self.ask(client, Request::Steal(token));
         }
     }
 
@@ -363,7 +363,7 @@ impl World {
     fn select(&mut self, client: usize) {
         let Some(lease) = self.clients[client].leases.first() else { return };
         let Some(name) = self.oracle.name_of(&lease.id) else { return };
-        self.ask(client, Request::Get { name, wait: 0, newer: false }, None, Some(lease.token));
+        self.ask(client, Request::Select { name, lease: lease.token });
     }
 
     /// A client reads a record, or the end of its connection.
