@@ -74,7 +74,10 @@ impl Newcomers {
 
     /// Makes the kernel report this process to connecting servers, instead of the keeper that listened first. See `SO_PEERCRED` in unix(7).
     pub(super) fn listen_again(&self) -> io::Result<()> {
-        Ok(rustix::net::listen(&self.listener, BACKLOG)?)
+        rustix::net::listen(&self.listener, BACKLOG)?;
+        // The peers of queued connections would take the other keeper's exit for the end of this one. They connect again.
+        while let Ok(Some(_)) = self.listener.accept() {}
+        Ok(())
     }
 
     /// Listens at the path again if the socket's file was removed: the next server would not find this keeper.

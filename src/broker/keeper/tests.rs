@@ -8,6 +8,7 @@ use super::{
     entries::Entries,
     link::take_over,
     message::{Arrival, Message, Piece, receive, send},
+    newcomers::Newcomers,
     peer::pair,
     *,
 };
@@ -224,6 +225,19 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     keeper.wait().unwrap();
     assert!(alive.unwrap_err().in_full().contains("it aborted the handover"));
     assert!(!dead.unwrap().whole);
+}
+
+/// The kernel has reported the first keeper to their peers.
+#[test]
+fn next_keeper_drops_queued_connections() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, cancel) = (folder.path().join("keeper.sock"), Cancel::new().unwrap());
+    let first = Newcomers::at(&path, &cancel).unwrap();
+    let dial = || peer::dial(&path, std::time::Duration::ZERO, &cancel).unwrap().0;
+    let queued = dial();
+    let _next = Newcomers::inherited(first.listener().try_clone_to_owned().unwrap(), &path, &cancel).unwrap();
+    assert!(matches!(receive(&queued).unwrap(), Arrival::End));
+    assert!(matches!(receive(dial()).unwrap(), Arrival::Nothing));
 }
 
 #[test]

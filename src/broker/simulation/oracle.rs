@@ -23,7 +23,7 @@ use crate::{
     },
     driver::GRANULARITY,
     error::RefusalCode,
-    wire::broker::{EventKind, Message, ResumedLease, Token},
+    wire::broker::{EventKind, Message, Resumed, ResumedLease, Token},
 };
 
 /// The memory of each part.
@@ -257,21 +257,24 @@ impl Oracle {
         }
     }
 
-    fn take(&mut self, client: &mut Client, message: Message, memory: &[Option<usize>]) -> Result<(), String> {
-        if let Message::Resumed(resumed) = &message {
-            if !client.is_ready {
-                client.leases.retain(|lease| !resumed.lost.contains(&lease.token));
-                if client.instance != resumed.instance {
-                    client.seen = None;
-                }
-                client.instance = resumed.instance.clone();
-                client.is_ready = true;
-                return Ok(());
-            }
+    fn take_resumed(client: &mut Client, resumed: Resumed) -> Result<(), String> {
+        if client.is_ready {
             return match client.pending.take().map(|pending| pending.request) {
                 Some(Request::Steal(token)) if resumed.lost.contains(&token) => Ok(()),
                 _ => Err("the lease of another user".to_owned()),
             };
+        }
+        client.leases.retain(|lease| !resumed.lost.contains(&lease.token));
+        if client.instance != resumed.instance {
+            client.seen = None;
+        }
+        (client.instance, client.is_ready) = (resumed.instance, true);
+        Ok(())
+    }
+
+    fn take(&mut self, client: &mut Client, message: Message, memory: &[Option<usize>]) -> Result<(), String> {
+        if let Message::Resumed(resumed) = message {
+            return Self::take_resumed(client, resumed);
         }
         let Some(Pending { request, token, .. }) = client.pending.clone() else {
             return Err(format!("{} without a request", message.name()));
