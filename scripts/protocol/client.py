@@ -92,6 +92,8 @@ FIELDS: dict[str, Body] = {
         "parts": [{"name": is_name, "memory": MEMORY, "runs": [RUN], "arrays?": TABLE}],
     },
     "refused": {"code": str, "message": str},
+    "stream": {"epoch": is_natural, "turns?": lambda value: value == 256},
+    "ready": {"number": is_natural, "ready_at?": lambda value: is_natural(value) and value},
 }  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def fd_count(kind: str, body: Body) -> int:
     tables += [part.get("arrays") for part in body["parts"]] if kind in ("put", "lease") else []
     tables += [body] if kind == "format" else []
     sizes = body.get("sizes") if kind in ("segments", "put", "lease") else None
-    peers = 1 + bool(body.get("process")) if kind == "meet" else int(kind == "pool")
+    peers = 1 + bool(body.get("process")) if kind == "meet" else int(kind == "pool" or kind == "stream" and body.get("turns") is not None)
     return peers + sum("length" in table for table in tables if table) + len(sizes or ())
 
 
