@@ -57,7 +57,8 @@ const MAX_LATE: usize = 16;
 #[derive(Debug)]
 pub struct Subscriber {
     connection: Arc<Connection>,
-    reader: Mutex<Reader>,
+    /// Boxed: the reader is large, and a subscriber is moved.
+    reader: Box<Mutex<Reader>>,
     /// Readable with the socket, with `written`, or when the publisher's process has exited: for the program's polls.
     watch: Epoll,
     /// Readable once a buffer is written that [`Subscriber::try_receive`] found unwritten.
@@ -263,7 +264,8 @@ impl Subscriber {
         }
         channel.watch_process(process);
         let cancel = channel.cancel().clone();
-        let reader = Mutex::new(Reader { channel, format, last: 0, size: stream.size, unwritten: None, end: None });
+        let reader =
+            Box::new(Mutex::new(Reader { channel, format, last: 0, size: stream.size, unwritten: None, end: None }));
         Ok(Self { connection, reader, watch, written, cancel, publisher, stream })
     }
 

@@ -136,12 +136,7 @@ fn timelines_survive_a_lost_peer(subject: Subject) {
     let bench = Bench::new(&subject);
     let device = subject.device();
     let [end, peer] = UnixStream::pair().map(<[UnixStream; 2]>::from).unwrap();
-    let losses: [(Loss, &dyn Fn(&Timeline)); 3] = [
-        (Loss::Late { limit: SHORT }, &|_| {}),
-        (Loss::Released, &|timeline| timeline.release()),
-        (Loss::Gone, &|_| peer.shutdown(std::net::Shutdown::Both).unwrap()),
-    ];
-    for (round, (loss, lose)) in (1..).zip(losses) {
+    for (round, loss) in (1..).zip([Loss::Late { limit: SHORT }, Loss::Released, Loss::Gone]) {
         let timeline = Timeline::create(&device).unwrap();
         let [recorder, reader] = [bench.held_back(round), bench.stream()];
         let file = || timeline.as_fd().try_clone_to_owned().unwrap();
@@ -151,7 +146,11 @@ fn timelines_survive_a_lost_peer(subject: Subject) {
         let value = timeline.record(&recorder).unwrap();
         other.wait(&reader, value, if loss == (Loss::Late { limit: SHORT }) { SHORT } else { LIMIT }).unwrap();
         bench.opener.synchronize().unwrap();
-        lose(&other);
+        match loss {
+            Loss::Released => other.release(),
+            Loss::Gone => peer.shutdown(std::net::Shutdown::Both).unwrap(),
+            _ => {}
+        }
         // The stream goes on although the other is still held back.
         eventually("release", || reader.is_idle().unwrap());
         assert!(!recorder.is_idle().unwrap());
