@@ -148,6 +148,9 @@ mod pages {
     #[doc = include_str!("../docs/streams.md")]
     struct Streams;
 
+    #[doc = include_str!("../docs/gpu-order.md")]
+    struct GpuOrder;
+
     #[doc = include_str!("../docs/broker.md")]
     struct Broker;
 }
