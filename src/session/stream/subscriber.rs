@@ -45,6 +45,9 @@ use crate::{
 
 const FOR_A_BUFFER: &str = "for a buffer";
 
+/// A join takes at most this many timeouts.
+const JOIN: u32 = 10;
+
 /// How often a waiting thread looks whether it is its turn to receive.
 const TURN: Duration = Duration::from_millis(1);
 
@@ -188,7 +191,7 @@ impl Subscriber {
     /// [`Error::Misuse`] for options outside their limits; [`PeerError::Reported`] with the publisher's reason: `full` if its pool has
     /// too few buffers for this subscriber, `access` if it does not allow the policy; [`PeerError::Mismatch`] if the peer has no stream or
     /// the pool can't be used; the errors of [`connect`] and [`Device::find`](crate::memory::Device::find); session errors:
-    /// [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
+    /// [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::TurnTooLong`] after ten timeouts in all, [`PeerError::Protocol`].
     ///
     /// Driver calls: those of [`Imported::open`].
     pub fn connect(
@@ -240,7 +243,10 @@ impl Subscriber {
     }
 
     fn join(mut link: Link, identity: Identity, mut device: DeviceChoice, options: &SubscribeOptions) -> Result<Self> {
+        // `busy` extends each wait, but not the whole join.
+        link.begin_turn(JOIN * link.channel.timeout());
         let joined = Self::map(&mut link, &mut device, options);
+        link.end_turn();
         let (stream, turns, memory, format) = match joined {
             Ok(joined) => joined,
             Err(error) => {

@@ -25,6 +25,7 @@ cases! {
     wrong_publications_end_the_session,
     floods_do_not_block,
     wrong_words_are_refused,
+    endless_joins_end,
     connection_floods_exclude_nobody,
     blocking_descriptors_are_not_received,
     unknown_returns_are_limited,
@@ -327,6 +328,26 @@ fn wrong_publications_end_the_session(subject: Subject) {
     let format = Format { arrays: Vec::new(), length: Some(length) };
     channel.send(&Message::Format(format), &[chunks[0].as_fd()]).unwrap();
     fails(channel, subscriber);
+}
+
+/// A publisher that is always busy.
+fn endless_joins_end(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = listening(&path, 1);
+    let config = Config::default().timeout(Duration::from_millis(30));
+    thread::scope(|scope| {
+        let joining =
+            scope.spawn(|| Subscriber::connect(&subject.driver, None, &path, &SubscribeOptions::default(), &config));
+        let mut channel = accepted(&listener);
+        answer(&mut channel);
+        channel.send(&hello(&subject, &["stream"]), &[]).unwrap();
+        while channel.send(&Message::Busy(Busy {}), &[]).is_ok() && !joining.is_finished() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let joined = joining.join().unwrap();
+        assert!(matches!(joined, Err(Error::Peer(PeerError::TurnTooLong { .. }))), "{joined:?}");
+    });
 }
 
 fn wrong_words_are_refused(subject: Subject) {
