@@ -4,8 +4,6 @@
 //! private copy. Only the process knows, and it may be stopped or busy, so it publishes two numbers in a memfd that its user can read by
 //! `/proc/PID/fd`.
 
-#![allow(unsafe_code)]
-
 use std::{
     fs::{self, File},
     io,
@@ -14,22 +12,15 @@ use std::{
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
     process,
-    ptr::NonNull,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
 
-use nix::{
-    fcntl::SealFlag,
-    sys::mman::{MapFlags, ProtFlags, mmap, munmap},
-    unistd::ftruncate,
-};
-
 use crate::{
     error::{Error, Result},
-    sys::{fork::ProcessIdentity, memfd},
+    sys::{Words, fork::ProcessIdentity},
 };
 
 /// The name of the memfd in `/proc/PID/fd`: one for each copy of the library that the process has loaded.
@@ -38,79 +29,48 @@ const LINK: &str = "/memfd:vmmfd-ties";
 /// The name of the memfd in which ranks publish a text, after their number.
 const RANKS: &str = "/memfd:vmmfd-ranks";
 
-/// The content of the memfd. Each number has 8 bytes.
-#[repr(C)]
-struct Numbers {
-    /// The process, in its own PID namespace.
-    pid: AtomicU64,
-    imported: AtomicU64,
-    own: AtomicU64,
-    /// How many checkpoints of the process were made. The program that makes a checkpoint writes it.
-    checkpoints: AtomicU64,
-}
-
+/// The offsets of the numbers in the memfd. The first is the process, in its own PID namespace.
 const IMPORTED: u64 = 8;
 const OWN: u64 = 16;
+/// How many checkpoints of the process were made. The program that makes a checkpoint writes it.
 const CHECKPOINTS: u64 = 24;
 
-const _: () = assert!(size_of::<Numbers>() == 32);
+const SIZE: NonZeroUsize = NonZeroUsize::new(32).unwrap();
 
 /// The counts of a process, published for programs that want to checkpoint it.
 #[derive(Debug)]
 pub(super) struct Ties {
-    numbers: NonNull<Numbers>,
+    numbers: Words,
     made_by: ProcessIdentity,
     /// Other programs find it in `/proc/PID/fd`.
     _file: OwnedFd,
 }
 
-// SAFETY: the page stays mapped as long as the value, and all access is atomic.
-unsafe impl Send for Ties {}
-// SAFETY: as above.
-unsafe impl Sync for Ties {}
-
 impl Ties {
-    const LENGTH: NonZeroUsize = NonZeroUsize::new(size_of::<Numbers>()).unwrap();
-
     /// Publishes that there are no ties yet.
     ///
     /// # Errors
     /// [`Error::System`]. See memfd_create(2), mmap(2).
     pub(super) fn publish() -> Result<Self> {
-        let make = || -> nix::Result<Self> {
-            let file = memfd::empty(c"vmmfd-ties")?;
-            ftruncate(&file, Self::LENGTH.get() as i64)?;
-            // Access to a page that another program has cut off would be a fault.
-            memfd::add_seals(&file, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)?;
-            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-            // SAFETY: the kernel chooses the address, so the mapping replaces no other.
-            let page = unsafe { mmap(None, Self::LENGTH, protection, MapFlags::MAP_SHARED, &file, 0) }?;
-            Ok(Self { numbers: page.cast(), made_by: ProcessIdentity::current(), _file: file })
-        };
-        let ties = make().map_err(|errno| Error::system("create a memfd for the counts of shared memory", errno))?;
-        ties.numbers().pid.store(process::id().into(), Ordering::Release);
+        let made = Words::create(c"vmmfd-ties", SIZE);
+        let (numbers, file) =
+            made.map_err(|error| Error::system("create a memfd for the counts of shared memory", error))?;
+        let ties = Self { numbers, made_by: ProcessIdentity::current(), _file: file };
+        ties.number(0).store(process::id().into(), Ordering::Release);
         Ok(ties)
     }
 
-    fn numbers(&self) -> &Numbers {
-        // SAFETY: the page is mapped and aligned, and zero is valid for all numbers. Other processes only change them.
-        unsafe { self.numbers.as_ref() }
+    fn number(&self, offset: u64) -> &AtomicU64 {
+        &self.numbers.get()[offset as usize / size_of::<u64>()]
     }
 
     fn count(&self, imported: bool) -> &AtomicU64 {
-        if imported { &self.numbers().imported } else { &self.numbers().own }
+        self.number(if imported { IMPORTED } else { OWN })
     }
 
     /// How many checkpoints of this process were made.
     pub(super) fn checkpoints(&self) -> u64 {
-        self.numbers().checkpoints.load(Ordering::Acquire)
-    }
-}
-
-impl Drop for Ties {
-    fn drop(&mut self) {
-        // SAFETY: `publish` mapped it, and nothing refers to it any more.
-        let _ = unsafe { munmap(self.numbers.cast(), Self::LENGTH.get()) };
+        self.number(CHECKPOINTS).load(Ordering::Acquire)
     }
 }
 

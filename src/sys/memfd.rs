@@ -40,12 +40,12 @@ pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
     above_standard(made?).map_err(|error| error.raw_os_error().map_or(Errno::EIO, Errno::from_raw))
 }
 
-/// Creates a memfd of `size` bytes and commits all its pages.
+/// Creates a memfd of `size` bytes and commits all its pages. `name` appears in `/proc/PID/fd`.
 ///
 /// # Errors
 /// EINTR if the program's check stops it: fallocate(2) itself is only interrupted by signals that end the process. See memfd_create(2).
-pub(crate) fn create(size: u64) -> nix::Result<OwnedFd> {
-    let memfd = empty(c"vmmfd")?;
+pub(crate) fn create(name: &CStr, size: u64) -> nix::Result<OwnedFd> {
+    let memfd = empty(name)?;
     let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
     // Exceeding the limit would raise SIGXFSZ, which kills the process.
     if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {

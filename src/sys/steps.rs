@@ -33,7 +33,7 @@ mod tests {
 
     #[test]
     fn check_stops_an_allocation() {
-        let create = || crate::sys::memfd::create(1 << 30);
+        let create = || crate::sys::memfd::create(c"vmmfd", 1 << 30);
         assert_eq!(interruptible(|| true, create).map(drop), Err(Errno::EINTR));
         assert!(!must_stop());
     }

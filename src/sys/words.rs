@@ -1,6 +1,7 @@
 //! 64-bit words in a sealed memfd that several processes map.
 
 use std::{
+    ffi::CStr,
     io,
     num::NonZeroUsize,
     os::fd::{BorrowedFd, OwnedFd},
@@ -30,12 +31,12 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// Creates and maps `size` bytes of zeros, a multiple of the page size. The descriptor is for other processes.
+    /// Creates and maps `size` bytes of zeros. The descriptor, with its name in `/proc/PID/fd`, is for other processes.
     ///
     /// # Errors
     /// See memfd_create(2), mmap(2).
-    pub(crate) fn create(size: NonZeroUsize) -> io::Result<(Self, OwnedFd)> {
-        let file = memfd::create(size.get() as u64)?;
+    pub(crate) fn create(name: &CStr, size: NonZeroUsize) -> io::Result<(Self, OwnedFd)> {
+        let file = memfd::create(name, size.get() as u64)?;
         memfd::add_seals(&file, SealFlag::F_SEAL_SEAL)?;
         let words = Self::map(&file, size)?;
         Ok((words, file))

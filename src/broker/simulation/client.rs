@@ -21,7 +21,7 @@ pub(super) const NAMES: [&str; 3] = ["a", "b", "c"];
 /// The memory that clients put. Twice as many as a step can name: the second half are the second segments of long puts.
 static MEMORY: LazyLock<Vec<OwnedFd>> = LazyLock::new(|| {
     let memory = |_| {
-        let memfd = memfd::create(GRANULARITY).unwrap();
+        let memfd = memfd::create(c"vmmfd", GRANULARITY).unwrap();
         memfd::add_seals(&memfd, nix::fcntl::SealFlag::F_SEAL_SEAL).unwrap();
         memfd
     };

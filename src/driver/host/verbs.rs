@@ -95,7 +95,7 @@ unsafe impl Verbs for HostDriver {
             return Err(from_errno(CALL, Errno::ENOMEM));
         }
         tracing::debug!(size, "memfd_create, fallocate");
-        let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
+        let memfd = memfd::create(c"vmmfd", size).map_err(|errno| from_errno(CALL, errno))?;
         Ok(self.write().add(
             self.identity,
             PhysicalMemory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },

@@ -78,7 +78,7 @@ impl Timeline {
     /// Driver calls: `cuMemHostRegister`, `cuStreamCreate`, `cuStreamBatchMemOp`.
     #[doc(alias("cuMemHostRegister", "cuStreamBatchMemOp"))]
     pub fn create(device: &Device) -> Result<Self> {
-        let made = Words::create(PAGE).map_err(|error| Error::system("create a timeline", error))?;
+        let made = Words::create(c"vmmfd-words", PAGE).map_err(|error| Error::system("create a timeline", error))?;
         let recorded = Some(Mutex::default());
         Self::new(made, Some(device), recorded)
     }

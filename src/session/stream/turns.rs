@@ -86,7 +86,8 @@ impl PublisherTurns {
             Ok(0) | Err(Error::Driver { code: code::INVALID_VALUE, .. }) => return Ok(None),
             known => known?,
         };
-        let (words, _) = Words::create(SIZE).map_err(|error| Error::system("create a publisher's words", error))?;
+        let (words, _) =
+            Words::create(c"vmmfd-words", SIZE).map_err(|error| Error::system("create a publisher's words", error))?;
         Ok(Some(Self { own: Arc::new(words), device: device.clone(), streams: Mutex::default() }))
     }
 
@@ -179,7 +180,8 @@ impl SubscriberWords {
     /// # Errors
     /// [`Error::System`].
     pub(super) fn create() -> Result<(Self, OwnedFd)> {
-        let (words, file) = Words::create(SIZE).map_err(|error| Error::system("create a subscriber's words", error))?;
+        let (words, file) =
+            Words::create(c"vmmfd-words", SIZE).map_err(|error| Error::system("create a subscriber's words", error))?;
         Ok((Self { words: Arc::new(words), first: None }, file))
     }
 

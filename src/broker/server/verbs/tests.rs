@@ -231,7 +231,7 @@ fn part(name: &str, segments: u64) -> Value {
 }
 
 fn memory() -> OwnedFd {
-    let memfd = memfd::create(GRANULARITY).unwrap();
+    let memfd = memfd::create(c"vmmfd", GRANULARITY).unwrap();
     memfd::add_seals(&memfd, nix::fcntl::SealFlag::F_SEAL_SEAL).unwrap();
     memfd
 }
