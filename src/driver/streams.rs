@@ -160,6 +160,19 @@ impl Stream {
         if is_capturing { Err(self.captured()) } else { Ok(()) }
     }
 
+    /// Refuses the default stream of the calling thread where other threads use the stream later: there it is another stream.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`].
+    pub(crate) fn check_shared(&self) -> Result<()> {
+        const PER_THREAD: u64 = 2;
+        if self.number() == PER_THREAD {
+            let problem = "the per-thread default stream is another stream on each thread: use a created stream".into();
+            return Err(Error::Misuse { problem });
+        }
+        Ok(())
+    }
+
     /// Enqueues operations on words: see [`Streams::enqueue`].
     ///
     /// # Errors

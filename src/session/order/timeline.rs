@@ -118,8 +118,8 @@ impl Timeline {
     /// last value was recorded on another stream, this stream waits for that value first: the value only grows.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if another process records, for a stream of another device, and for a stream that is being captured;
-    /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost) after a release; [`Error::Driver`].
+    /// [`Error::Misuse`] if another process records, for a stream of another device, for the per-thread default stream, and for a stream
+    /// that is being captured; [`PeerError::WorkLost`](crate::error::PeerError::WorkLost) after a release; [`Error::Driver`].
     ///
     /// Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`.
     #[doc(alias("cuStreamBatchMemOp", "cuStreamWriteValue64"))]
@@ -127,6 +127,7 @@ impl Timeline {
         let recorded = self.recorded.as_ref();
         let recorded = recorded.ok_or_else(|| misuse("another process records on this timeline: create an own one"))?;
         let registered = self.registered(stream)?;
+        stream.check_shared()?;
         let mut recorded = lock(recorded);
         if self.waits.completion(VALUE, recorded.value) == Completion::Lost {
             return Err(self.waits.loss());

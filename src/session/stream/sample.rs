@@ -112,8 +112,20 @@ impl Sample {
 
     /// Gives the buffer back without the synchronization: the caller has already synchronized all GPU work on the buffer.
     pub fn give_back_idle(mut self) {
-        self.is_over = true;
-        self.connection.give_back(self.entry, self.number, None);
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.connection.give_back(self.entry, self.number, None);
+        }
+    }
+
+    /// Gives the buffer back behind the work of its stream, if it has one, and keeps the pool mapped. For the bindings: nothing may use the
+    /// buffer afterwards. If it fails, the buffer is not given back yet.
+    #[doc(hidden)]
+    pub fn give_back_early(&mut self) -> Result<()> {
+        if let Some(stream) = self.stream.as_ref().filter(|_| !self.is_over && self.connection.is_own()) {
+            self.connection.give_back_on(stream, self.entry, self.number)?;
+            self.is_over = true;
+        }
+        Ok(())
     }
 }
 

@@ -338,13 +338,14 @@ impl Subscriber {
     /// for the stream. The first call takes about a millisecond longer.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a stream of another device, and while it is being captured; [`PeerError::WorkLost`] once the publisher was
-    /// late: subscribe again; the errors of [`Subscriber::receive`].
+    /// [`Error::Misuse`] for a stream of another device, for the per-thread default stream, and while it is being captured;
+    /// [`PeerError::WorkLost`] once the publisher was late: subscribe again; the errors of [`Subscriber::receive`].
     ///
     /// Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`; at the first call `cuMemHostRegister`.
     #[doc(alias("cuStreamBatchMemOp", "cuStreamWaitValue64"))]
     pub fn receive_on(&self, stream: &Stream, limit: Duration) -> Result<Received> {
         check_device(stream, self.device())?;
+        stream.check_shared()?;
         stream.check()?;
         self.receive_by(limit, Some(stream))
     }

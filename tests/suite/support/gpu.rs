@@ -28,6 +28,12 @@ impl Gpu {
         Self { library, ordinal: 0 }
     }
 
+    /// The default stream of the calling thread.
+    pub(crate) fn per_thread_stream(subject: &Subject) -> Stream {
+        // SAFETY: it always exists.
+        unsafe { subject.driver.stream(0, 2) }.unwrap()
+    }
+
     /// Runs calls with the context.
     fn with<T>(&self, calls: impl FnOnce() -> T) -> T {
         let mut context: *mut c_void = ptr::null_mut();
