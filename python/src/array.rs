@@ -12,6 +12,7 @@ use vmmfd::{Error, array::ArrayDescriptor, driver::Access, error::MemoryError, f
 use crate::{
     error::{Failure, Outcome, shown, tolerant},
     memory::{Export, Memory, Owned},
+    signals,
 };
 
 /// A typed, strided view of memory that is shared between processes.
@@ -93,6 +94,16 @@ impl Array {
 
     pub(crate) fn is_host(&self) -> bool {
         self.memory.device().is_host()
+    }
+
+    /// Lets a consumer's stream use the array, with DLPack's meaning of the number: waits if another stream uses it.
+    pub(crate) fn wait_for_user(&self, py: Python<'_>, consumer: Option<i64>) -> Outcome<()> {
+        match (self.memory.user(), consumer.unwrap_or(1)) {
+            // -1: the consumer orders the work itself.
+            (None, _) | (_, -1) => Ok(()),
+            (Some(user), consumer) if u64::try_from(consumer) == Ok(user.number()) => Ok(()),
+            (Some(user), _) => signals::run(py, &[], || user.synchronize()),
+        }
     }
 
     /// Returns the same array, exported as writable.

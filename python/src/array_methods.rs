@@ -21,6 +21,7 @@ use crate::{
     error::{Failure, Outcome, shown},
     shared::PyMemory,
     signals, source,
+    stream_user::StreamUser,
 };
 
 #[pymethods]
@@ -351,7 +352,8 @@ impl Array {
     /// Returns a DLPack capsule, as defined by the array API standard.
     ///
     /// On CUDA, `stream` is 1 (legacy default), 2 (per-thread default), a stream, -1 or `None`; 0 is an error. On the host it must be
-    /// `None`. No stream waits: this process's copies are complete. `copy=True` returns a contiguous copy in new memory.
+    /// `None`. No stream waits: this process's copies are complete. An array of a sample that was received for another stream blocks until
+    /// that stream is done, with the GIL released. `copy=True` returns a contiguous copy in new memory.
     ///
     /// Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and for
     /// element types without a DLPack code; `Invalid` for an invalid stream, and `Unsupported` for a stream on the host.
@@ -365,7 +367,7 @@ impl Array {
         copy: Option<bool>,
     ) -> Outcome<Bound<'py, PyAny>> {
         self.check()?;
-        check_stream(self, stream)?;
+        let consumer = check_stream(self, stream)?;
         let here = dlpack::device(self.memory().device());
         if let Some((kind, id)) = dl_device
             && (kind, id) != (here.kind, here.id)
@@ -387,6 +389,7 @@ impl Array {
                 CapsuleOptions { versioned, read_only: false, copied: true },
             );
         }
+        self.wait_for_user(py, consumer)?;
         let export = self.memory().export()?;
         let read_only = self.exports_read_only();
         if read_only && !versioned {
@@ -408,6 +411,7 @@ impl Array {
     /// Returns a DLPack capsule without the read-only flag; no stream waits. The caller promises not to write.
     fn _capsule<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyAny>> {
         self.check()?;
+        self.wait_for_user(py, None)?;
         dlpack::capsule(
             py,
             self.memory(),
@@ -423,7 +427,8 @@ impl Array {
         (device.kind, device.id)
     }
 
-    /// The CUDA array interface, version 3. Its `stream` is `None`, as all copies are complete.
+    /// The CUDA array interface, version 3. Its `stream` is `None`, as all copies are complete; of a sample that was received for a stream, it
+    /// is the stream.
     ///
     /// Raises `AttributeError` on the host backend and for element types without a typestr (`bfloat16`, the 8-bit floats).
     #[getter(__cuda_array_interface__)]
@@ -432,8 +437,7 @@ impl Array {
             return Err(PyAttributeError::new_err("__cuda_array_interface__: the array is in host memory"));
         }
         let dictionary = self.interface(py, "__cuda_array_interface__")?;
-        // All copies are complete: there is no stream to wait for.
-        dictionary.set_item("stream", py.None())?;
+        dictionary.set_item("stream", self.memory().user().map(StreamUser::number))?;
         Ok(dictionary)
     }
 
@@ -541,9 +545,9 @@ fn number<'py>(array: &Bound<'py, Array>) -> PyResult<Bound<'py, PyAny>> {
     })
 }
 
-/// Checks a consumer's stream. No stream has to wait: this process's copies are complete.
-fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()> {
-    let Some(stream) = stream else { return Ok(()) };
+/// Checks and returns a consumer's stream.
+fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<Option<i64>> {
+    let Some(stream) = stream else { return Ok(None) };
     let shown = shown(stream)?;
     if array.is_host() {
         let text = format!("stream={shown} does not apply to host memory: omit it");
@@ -553,7 +557,7 @@ fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()>
         Ok(0) => Err(Failure::invalid(
             "stream=0 is ambiguous: write 1 for the legacy default stream or 2 for the per-thread default stream",
         )),
-        Ok(-1 | 1..) if !stream.is_instance_of::<PyBool>() => Ok(()),
+        Ok(number @ (-1 | 1..)) if !stream.is_instance_of::<PyBool>() => Ok(Some(number)),
         _ => Err(Failure::invalid(format!(
             "stream={shown} is not a stream: give -1, 1, 2 or a cudaStream_t as an integer"
         ))),

@@ -16,6 +16,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Export, Memory, Owned},
     source::{Keep, Location, Source},
+    stream_user::StreamUser,
     walk::{Overlap, each_run, offset_by, overlap},
 };
 
@@ -193,6 +194,9 @@ fn pointer(address: u64) -> *mut u8 {
 /// Copies elements to an array of the same shape and type. `device` is of one side: the copy runs on the destination's, if that is known.
 fn copy(from: &Side<'_>, to: &Side<'_>, device: &Device) -> Outcome<()> {
     to.check_destination()?;
+    if let Owner::Ours(memory) = from.owner {
+        wait_for_user(memory)?;
+    }
     let item = from.dtype.size();
     let walk = Walk::new(from.shape, item, &from.steps, &to.steps);
     if walk.bytes == 0 {
@@ -271,11 +275,17 @@ fn on_device(device: &Device, walk: &Walk, from: u64, to: u64) -> Outcome<()> {
     Ok(flush(&mut ranges)?)
 }
 
+/// Waits for the stream that uses memory.
+fn wait_for_user(memory: &dyn Memory) -> Outcome<()> {
+    memory.user().map_or(Ok(()), StreamUser::synchronize)
+}
+
 /// Copies an array's elements, in C order, into uninitialised bytes, and initialises all of them. Blocks: release the GIL.
 ///
 /// # Errors
 /// [`Error::Driver`].
 pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [MaybeUninit<u8>]) -> Outcome<()> {
+    wait_for_user(memory)?;
     let packed = ArrayDescriptor::new(array.dtype, array.shape.clone(), Order::C)?;
     let walk = Walk::new(&array.shape, array.dtype.size(), &array.strides_in_bytes()?, &packed.strides_in_bytes()?);
     each_run(&walk, |a, b, size| {

@@ -27,6 +27,7 @@ mod lease;
 mod leased_memory;
 mod legacy;
 mod memory;
+mod order;
 mod pool;
 mod publisher;
 mod reaper;
@@ -35,6 +36,7 @@ mod share;
 mod shared;
 mod signals;
 mod source;
+mod stream_user;
 mod streams;
 mod subscriber;
 mod suspend;
@@ -73,6 +75,7 @@ mod native {
         interpreter::check_interpreter,
         lease::{Claim, Lease, Prepared, origin},
         legacy::{OpenedHandle, legacy_empty, legacy_handle, legacy_open},
+        order::Timeline,
         pool::PyPool,
         publisher::Publisher,
         settle,
@@ -80,7 +83,7 @@ mod native {
         shared::{PyMemory, digest_of},
         signals::Stop,
         streams::Buffer,
-        subscriber::Subscriber,
+        subscriber::{OnStream, Subscriber},
         topics::TopicFollower,
         torch_pool::{
             check_read_only, make_read_only, torch_pool_close, torch_pool_figures, torch_pool_find,

@@ -27,6 +27,7 @@ use vmmfd::{
 use crate::{
     error::{Failure, Outcome, shown},
     reaper::{self, Reaped},
+    stream_user::StreamUser,
 };
 
 /// The memory of arrays. Arrays, DLPack tensors and buffer protocol views hold it by `Arc<dyn Memory>`; the last of them releases it.
@@ -86,6 +87,11 @@ pub(crate) trait Memory: Send + Sync {
 
     /// Returns this memory, if this process created it and can publish it.
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
+        None
+    }
+
+    /// Returns the stream that uses it, if it is a sample for a stream: other work must wait for the stream first.
+    fn user(&self) -> Option<&StreamUser> {
         None
     }
 
@@ -155,9 +161,10 @@ pub(crate) enum Tie {
     Lent,
     Subscribed,
     Published,
+    Timed,
 }
 
-static TIES: LazyLock<[Arc<()>; 6]> = LazyLock::new(Default::default);
+static TIES: LazyLock<[Arc<()>; 7]> = LazyLock::new(Default::default);
 
 impl Tie {
     /// Memory of other processes, and its name for users.
@@ -168,10 +175,11 @@ impl Tie {
     ];
 
     /// Memory of this process, and its name for users.
-    pub(crate) const OWN: [(Self, &str); 3] = [
+    pub(crate) const OWN: [(Self, &str); 4] = [
         (Self::Created, "allocations of vmmfd.empty, asarray, load_safetensors, legacy.empty or a pool"),
         (Self::Lent, "allocations of vmmfd.share"),
         (Self::Published, "publishers and loans of vmmfd.publish"),
+        (Self::Timed, "timelines"),
     ];
 
     /// Counts memory until the result is dropped. Host memory does not count.

@@ -23,7 +23,7 @@ use crate::{
     driver, dtype,
     error::{Failure, Outcome},
     memory::Tie,
-    signals,
+    order, signals,
     streams::{self, Buffer, Place},
     text::Text,
     time::{required, seconds},
@@ -165,6 +165,12 @@ impl Publisher {
 
     fn stats(&self, py: Python<'_>) -> Outcome<Figures> {
         self.side.run(py, |publisher| Ok(figures(&publisher.stats()?)))
+    }
+
+    /// How publications on streams are ordered, and the reason.
+    #[getter]
+    fn order(&self, py: Python<'_>) -> Outcome<(&'static str, Option<String>)> {
+        self.side.run(py, |publisher| Ok(order::described(publisher.order())))
     }
 
     fn evict(&self, py: Python<'_>, id: u64) -> Outcome<bool> {

@@ -13,7 +13,7 @@ use std::{
     any::Any,
     collections::VecDeque,
     mem::{self, ManuallyDrop},
-    ops::Deref,
+    ops::{Deref, DerefMut},
     ptr,
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
@@ -75,6 +75,12 @@ impl<T: Send + 'static> Deref for Reaped<T> {
     }
 }
 
+impl<T: Send + 'static> DerefMut for Reaped<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
 impl<T: Send + 'static> Drop for Reaped<T> {
     fn drop(&mut self) {
         // SAFETY: it is taken once, and not used again.
@@ -90,7 +96,7 @@ impl<T: Send + 'static> Drop for Reaped<T> {
 }
 
 /// Runs work that may take long, such as munmap(2), with the GIL released if this thread has it.
-fn without_gil(work: impl FnOnce() + Send) {
+pub(crate) fn without_gil(work: impl FnOnce() + Send) {
     // SAFETY: this function may be called without the GIL: it then returns null.
     let is_attached = unsafe { ffi::Py_IsInitialized() != 0 && !ffi::PyThreadState_GetDict().is_null() };
     let mut work = Some(work);

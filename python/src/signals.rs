@@ -180,6 +180,14 @@ impl SignalPoll {
         if self.steps < 4096 && self.bytes < 4 << 20 {
             return Ok(());
         }
+        self.rest()
+    }
+
+    /// Checks for signals if it is time.
+    ///
+    /// # Errors
+    /// As [`SignalPoll::step`].
+    pub(crate) fn rest(&mut self) -> Outcome<()> {
         (self.steps, self.bytes) = (0, 0);
         let now = Instant::now();
         if now < self.next {

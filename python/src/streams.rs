@@ -5,7 +5,10 @@
 use std::{
     os::fd::{BorrowedFd, OwnedFd, RawFd},
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use pyo3::prelude::*;
@@ -18,6 +21,7 @@ use vmmfd::{
     memory::{Device, Region, Shared},
     session::{
         Config,
+        order::Completion,
         stream::{Format, Loan, MAX_USER_BYTES, Published, Sample},
     },
 };
@@ -27,8 +31,10 @@ use crate::{
     closing::UntilClosed,
     error::{Failure, Outcome, shown, tolerant},
     memory::{Export, Memory, Tie},
-    reaper::Reaped,
+    order,
+    reaper::{Reaped, without_gil},
     signals,
+    stream_user::{Given, StreamUser},
     text::{FilePath, Text},
     time::required,
 };
@@ -70,7 +76,10 @@ pub(crate) fn config(limit: &Bound<'_, PyAny>, name: &str, trust: Vec<u32>) -> O
 
 /// A buffer of a pool. When its last array is gone, a sample is given back, and a loan that was not published is free again.
 struct Pooled {
-    content: Reaped<Content>,
+    /// `None` while it is dropped.
+    content: Option<Reaped<Content>>,
+    /// Whether the sample's stream is done, and any other work may use the sample.
+    is_for_all: AtomicBool,
     device: Device,
     address: u64,
     size: u64,
@@ -80,38 +89,65 @@ struct Pooled {
 enum Content {
     /// `None` once it is published: the pool remains mapped. The lock is held for a few instructions at a time, also with the GIL held.
     Lent(Mutex<Option<Arc<Loan>>>, #[allow(dead_code, reason = "kept")] Arc<Shared>),
-    Received(Option<Sample>),
+    /// With the stream that it was received for.
+    Received(Option<Sample>, Option<Arc<StreamUser>>),
 }
 
 impl Drop for Content {
     fn drop(&mut self) {
-        if let Self::Received(sample) = self
+        if let Self::Received(sample, _) = self
             && let Some(sample) = sample.take()
         {
-            // The reaper has waited for the device.
+            // The reaper has waited for the device. A sample for a stream was given back before.
             sample.give_back_idle();
         }
     }
 }
 
 impl Pooled {
+    fn content(&self) -> &Content {
+        self.content.as_deref().expect("it is taken only by a drop")
+    }
+
+    /// Drops it. Waits for the device, except for a sample for a stream. Blocks: release the GIL.
+    fn release_now(mut self) {
+        if self.user().is_none()
+            && let Some(content) = self.content.take()
+        {
+            content.release_now();
+        }
+    }
+
+    fn completion(&self) -> Completion {
+        match self.content() {
+            Content::Received(Some(sample), _) => sample.completion(),
+            _ => Completion::Done,
+        }
+    }
+
     /// The loan, unless it is published or this is a sample.
     fn loan(&self) -> Result<Arc<Loan>> {
-        let loan = match &*self.content {
+        let loan = match self.content() {
             Content::Lent(loan, _) => lock(loan).clone(),
-            Content::Received(_) => None,
+            Content::Received(..) => None,
         };
         loan.ok_or_else(|| Error::Misuse { problem: "the buffer is published: take another loan".to_owned() })
     }
 
-    /// Waits for the device, then publishes the buffer.
-    fn publish(&self, user: &[u8]) -> Outcome<Published> {
-        self.device.wait_for_work()?;
+    /// Publishes the buffer: behind the work of a stream, or after the wait for the device.
+    fn publish(&self, user: &[u8], stream: Option<Given>) -> Outcome<Published> {
+        let stream = stream.map(|stream| StreamUser::new(&self.device, stream)).transpose()?;
+        if stream.is_none() {
+            self.device.wait_for_work()?;
+        }
         let loan = self.loan()?;
-        let Content::Lent(place, _) = &*self.content else { unreachable!("it has a loan") };
+        let Content::Lent(place, _) = self.content() else { unreachable!("it has a loan") };
         *lock(place) = None;
         match Arc::try_unwrap(loan) {
-            Ok(loan) => Ok(loan.announce(user)?),
+            Ok(loan) => Ok(match stream {
+                Some(stream) => loan.publish_on(stream.stream(), user)?,
+                None => loan.announce(user)?,
+            }),
             Err(used) => {
                 *lock(place) = Some(used);
                 Err(Failure::unusable("another thread uses the buffer: publish it after that"))
@@ -126,7 +162,7 @@ impl Memory for Pooled {
     }
 
     fn is_read_only(&self) -> bool {
-        matches!(*self.content, Content::Received(_))
+        matches!(self.content(), Content::Received(..))
     }
 
     fn check_mapped(&self) -> Result<()> {
@@ -134,9 +170,29 @@ impl Memory for Pooled {
     }
 
     fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()> {
-        match &*self.content {
-            Content::Received(Some(sample)) => work(sample),
+        match self.content() {
+            Content::Received(Some(sample), _) => work(sample),
             _ => work(&*self.loan()?),
+        }
+    }
+
+    fn user(&self) -> Option<&StreamUser> {
+        match self.content() {
+            Content::Received(_, user) if !self.is_for_all.load(Ordering::Acquire) => user.as_deref(),
+            _ => None,
+        }
+    }
+}
+
+impl Drop for Pooled {
+    /// Gives a sample for a stream back behind the stream's work, now. If that fails, as while the stream is captured, the reaper gives it back.
+    fn drop(&mut self) {
+        let is_for_all = *self.is_for_all.get_mut();
+        if let Some(content) = &mut self.content
+            && let Content::Received(Some(sample), Some(_)) = &mut **content
+            && !is_for_all
+        {
+            without_gil(|| drop(sample.give_back_early()));
         }
     }
 }
@@ -160,11 +216,11 @@ impl Buffer {
         Self::new((device, address, size), Content::Lent(Mutex::new(Some(Arc::new(loan))), pool), format, None)
     }
 
-    pub(crate) fn received(sample: Sample) -> Self {
+    pub(crate) fn received(sample: Sample, reader: Option<&Arc<StreamUser>>) -> Self {
         let (device, address, size) = (sample.device().clone(), sample.address(), sample.size());
         let (time, user) = (sample.published_at().as_secs_f64(), sample.user().to_vec());
         let fields = Some((sample.number(), time, sample.skipped_before(), user));
-        Self::new((device, address, size), Content::Received(Some(sample)), Arc::default(), fields)
+        Self::new((device, address, size), Content::Received(Some(sample), reader.cloned()), Arc::default(), fields)
     }
 
     fn new(
@@ -173,9 +229,9 @@ impl Buffer {
         format: Arc<Format>,
         fields: Option<Fields>,
     ) -> Self {
-        let tie = if matches!(content, Content::Received(_)) { Tie::Subscribed } else { Tie::Published };
-        let (content, _tie) = (Reaped::new(&device, content), tie.counted(&device));
-        let pooled = Arc::new(Pooled { content, device, address, size, _tie });
+        let tie = if matches!(content, Content::Received(..)) { Tie::Subscribed } else { Tie::Published };
+        let (content, _tie) = (Some(Reaped::new(&device, content)), tie.counted(&device));
+        let pooled = Arc::new(Pooled { content, is_for_all: AtomicBool::new(false), device, address, size, _tie });
         Self { memory: UntilClosed::new(pooled, ProcessIdentity::current()), format, fields }
     }
 
@@ -183,9 +239,24 @@ impl Buffer {
         self.memory.get("the buffer is published or closed")
     }
 
+    /// Whether a caller may take this sample, who wants one for a stream or for any work.
+    pub(crate) fn suits(&self, wanted: Option<&Arc<StreamUser>>) -> bool {
+        let pooled = lock(&self.memory.value);
+        let user = pooled.as_ref().and_then(|pooled| pooled.user());
+        user.is_none_or(|user| wanted.is_some_and(|wanted| wanted.stream() == user.stream()))
+    }
+
+    /// Waits for the sample's stream: then the sample suits all. Returns false if the publisher's work is lost.
+    pub(crate) fn make_suit_all(&self) -> Outcome<bool> {
+        let pooled = self.pooled()?;
+        pooled.user().map_or(Ok(()), StreamUser::synchronize)?;
+        pooled.is_for_all.store(true, Ordering::Release);
+        Ok(pooled.completion() == Completion::Done)
+    }
+
     fn format<'a>(&'a self, pooled: &'a Pooled) -> &'a Format {
-        match &*pooled.content {
-            Content::Received(Some(sample)) => sample.format(),
+        match pooled.content() {
+            Content::Received(Some(sample), _) => sample.format(),
             _ => &self.format,
         }
     }
@@ -230,15 +301,21 @@ impl Buffer {
         self.fields.clone()
     }
 
+    /// Whether the publisher's GPU has written a sample.
+    #[getter]
+    fn completion(&self) -> Outcome<&'static str> {
+        Ok(order::name(self.pooled()?.completion()))
+    }
+
     /// Publishes the buffer. Returns its number, and the number of subscribers that were given it at once.
-    fn publish(&self, py: Python<'_>, user: &[u8]) -> Outcome<(u64, usize)> {
+    fn publish(&self, py: Python<'_>, user: &[u8], stream: Option<Given>) -> Outcome<(u64, usize)> {
         let pooled = self.pooled()?;
         if user.len() > MAX_USER_BYTES {
             let length = user.len();
             return Err(Failure::invalid(format!("user has {length} bytes, and at most {MAX_USER_BYTES} are allowed")));
         }
         signals::run(py, &[], || {
-            let published = pooled.publish(user)?;
+            let published = pooled.publish(user, stream)?;
             drop((self.memory.take(), pooled));
             Ok((published.number, published.delivered))
         })
@@ -252,6 +329,6 @@ impl Buffer {
     /// Returns the buffer to the pool, now or when its last array is gone.
     fn close(&self, py: Python<'_>) {
         let pooled = self.memory.take();
-        py.detach(|| pooled.and_then(Arc::into_inner).map(|pooled| pooled.content.release_now()));
+        py.detach(|| pooled.and_then(Arc::into_inner).map(Pooled::release_now));
     }
 }

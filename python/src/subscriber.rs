@@ -6,7 +6,7 @@
 use std::{
     collections::VecDeque,
     os::fd::{AsFd, AsRawFd, RawFd},
-    sync::{Mutex, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
 };
 
 use pyo3::{IntoPyObjectExt, prelude::*, types::PyTuple};
@@ -28,7 +28,8 @@ use crate::{
     driver,
     error::Outcome,
     memory::Tie,
-    signals,
+    order, signals,
+    stream_user::{Given, StreamUser},
     streams::{self, Buffer, Place},
     text::Text,
     time::required,
@@ -98,28 +99,27 @@ impl Subscriber {
 
     /// Waits until there is a sample or the end. Returns whether there is. Threads may call it at once.
     fn wait(&self, py: Python<'_>, wait: &Bound<'_, PyAny>) -> Outcome<bool> {
-        let wait = required(wait, "wait")?;
-        self.side.run(py, |subscriber| {
-            if !lock(&self.next).is_empty() {
-                return Ok(true);
-            }
-            match subscriber.receive(wait) {
-                Ok(stream::Received::Sample(sample)) => lock(&self.next).push_back(Buffer::received(sample)),
-                Ok(stream::Received::Crashed(peer)) => drop(self.end.set(Some(peer))),
-                Ok(_) => drop(self.end.set(None)),
-                Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(false),
-                Err(error) => return Err(error.into()),
-            }
-            Ok(true)
-        })
+        self.wait_for(py, wait, None)
+    }
+
+    /// This subscriber for the samples of a stream.
+    fn on_stream(slf: &Bound<'_, Self>, stream: Given) -> Outcome<OnStream> {
+        let device = &slf.get().device.0;
+        let user = Arc::new(slf.py().detach(|| StreamUser::new(device, stream))?);
+        Ok(OnStream { subscriber: slf.clone().unbind(), user })
+    }
+
+    /// How the publisher's work and this process's streams are ordered, and the reason.
+    #[getter]
+    fn order(&self, py: Python<'_>) -> Outcome<(&'static str, Option<String>)> {
+        self.side.run(py, |subscriber| Ok(order::described(subscriber.order())))
     }
 
     /// The sample that a `wait` found. Reading it takes it; `None` at the end, and if another thread took it. It is not a method: Python runs
     /// signal handlers after a call, and their exceptions would lose its result.
     #[getter]
     fn taken(&self) -> Outcome<Option<Buffer>> {
-        self.side.check()?;
-        Ok(lock(&self.next).pop_front())
+        self.take(None)
     }
 
     /// The end of the stream: `()`, or the pid and uid of a publisher that crashed; `None` before the end.
@@ -160,5 +160,74 @@ impl Subscriber {
 
     fn close(&self, py: Python<'_>) {
         self.side.close_with(py, &self.next);
+    }
+}
+
+impl Subscriber {
+    /// Waits for a sample that the caller may take.
+    fn wait_for(&self, py: Python<'_>, wait: &Bound<'_, PyAny>, user: Option<&Arc<StreamUser>>) -> Outcome<bool> {
+        let wait = required(wait, "wait")?;
+        self.side.run(py, |subscriber| {
+            loop {
+                let found = {
+                    let mut next = lock(&self.next);
+                    if next.front().is_some_and(|sample| sample.suits(user)) {
+                        return Ok(true);
+                    }
+                    next.pop_front()
+                };
+                // It is for another stream, of an interrupted call or another thread.
+                let Some(found) = found else { break };
+                match found.make_suit_all() {
+                    Ok(false) => drop(found),
+                    suits => {
+                        lock(&self.next).push_front(found);
+                        return suits;
+                    }
+                }
+            }
+            let received = match user {
+                // The time is also the stream's.
+                Some(_) if wait.is_zero() => return Ok(false),
+                Some(user) => subscriber.receive_on(user.stream(), wait),
+                None => subscriber.receive(wait),
+            };
+            match received {
+                Ok(stream::Received::Sample(sample)) => lock(&self.next).push_back(Buffer::received(sample, user)),
+                Ok(stream::Received::Crashed(peer)) => drop(self.end.set(Some(peer))),
+                Ok(_) => drop(self.end.set(None)),
+                Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+            Ok(true)
+        })
+    }
+
+    fn take(&self, user: Option<&Arc<StreamUser>>) -> Outcome<Option<Buffer>> {
+        self.side.check()?;
+        let mut next = lock(&self.next);
+        let suits = next.front().is_some_and(|sample| sample.suits(user));
+        Ok(if suits { next.pop_front() } else { None })
+    }
+}
+
+/// A subscriber for a call that receives for a stream.
+#[pyclass(name = "OnStream", module = "vmmfd._native", frozen)]
+pub(crate) struct OnStream {
+    subscriber: Py<Subscriber>,
+    user: Arc<StreamUser>,
+}
+
+#[pymethods]
+impl OnStream {
+    /// As [`Subscriber::wait`].
+    fn wait(&self, py: Python<'_>, wait: &Bound<'_, PyAny>) -> Outcome<bool> {
+        self.subscriber.get().wait_for(py, wait, Some(&self.user))
+    }
+
+    /// As [`Subscriber::taken`].
+    #[getter]
+    fn taken(&self) -> Outcome<Option<Buffer>> {
+        self.subscriber.get().take(Some(&self.user))
     }
 }

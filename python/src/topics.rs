@@ -34,7 +34,7 @@ fn fields(Update { topic, epoch, change, .. }: Update) -> Fields {
     let (kind, sample, peer, error) = match change {
         Change::Joined => ("joined", None, None, None),
         Change::Reset => ("reset", None, None, None),
-        Change::Sample(sample) => ("sample", Some(Buffer::received(sample)), None, None),
+        Change::Sample(sample) => ("sample", Some(Buffer::received(sample, None)), None, None),
         Change::Ended => ("ended", None, None, None),
         Change::Crashed(peer) => ("crashed", None, Some((peer.pid, peer.uid)), None),
         Change::Failed(error) => ("failed", None, None, Some(described(&error))),

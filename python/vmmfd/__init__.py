@@ -9,6 +9,7 @@ del _check_interpreter
 # Broker
 from . import records as records
 from ._broker import Broker, connect
+from ._buffers import Loan, Sample
 from ._dtype import DType
 from ._errors import (
     AlreadyExists,
@@ -32,7 +33,9 @@ from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share, zeros
 from ._reduce import register_reducer
-from ._streams import Loan, Publisher, Sample, Subscriber, TopicFollower, Update, publish, subscribe
+from ._order import Timeline
+from ._streams import Publisher, Subscriber, publish, subscribe
+from ._topics import TopicFollower, Update
 from ._watch import Watch
 
 # Weights
@@ -70,6 +73,7 @@ __all__ = [
     "Publisher",
     "Sample",
     "Subscriber",
+    "Timeline",
     "TopicFollower",
     "Update",
     "publish",

@@ -10,7 +10,8 @@ from . import _types as t
 from ._errors import Invalid, NoArray, NotFound, Timeout
 from ._gets import Gets
 from ._lease import Claim, Lease, keeping_calls
-from ._streams import TopicFollower, request
+from ._streams import request
+from ._topics import TopicFollower
 from ._watch import Watch
 from .records import Holders, Lost, Published, Recall, Restored, Stat, Summary
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from time import monotonic
 
-from . import _arguments, _errors, _native
+from . import _arguments, _native, _order
 from . import _types as t
+from ._buffers import Loan, Sample, octets
 from ._closing import Closing
 from ._errors import Crashed, Ended, Error, Invalid, Timeout
-from ._native import Array, Device
-from ._native import Buffer as NativeBuffer
+from ._native import Device
 from ._native import Subscriber as NativeSubscriber
-from ._native import TopicFollower as NativeFollower
-from .records import Peer, Publication, PublisherStats, StreamEvent, Usage
+from .records import Order, Peer, PublisherStats, StreamEvent, Usage
 
 # Not imported from `typing`, whose import takes longer than this package's.
 TYPE_CHECKING = False
@@ -21,8 +20,9 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from ._broker import Broker
+    from ._topics import Update
 
-    Received = TypeVar("Received", "Sample", "Update")
+    Received = TypeVar("Received", Sample, Update)
 else:
     Broker = Received = object
 
@@ -162,118 +162,12 @@ def _whole(value: t.Any, what: str, bits: int = 64) -> int:
     return _arguments.needed(_arguments.whole(value, what, bits), what)
 
 
-def _octets(value: t.Any, what: str) -> bytes:
-    if not isinstance(value, (bytes, bytearray, memoryview)):
-        raise TypeError(f"{what}={_arguments.shown(value)} has type {type(value).__name__}: give bytes")
-    return bytes(value)
-
-
 def _usages(of: list[_native._Usage]) -> tuple[Usage, ...]:
     return tuple(Usage(*subscriber, *counts) for subscriber, counts in of)
 
 
 def _stats(published: int, free: int, subscribers: list[_native._Usage]) -> PublisherStats:
     return PublisherStats(published, free, _usages(subscribers))
-
-
-class _Buffer(Closing):
-    """A buffer of a pool, with the arrays of the stream's format."""
-
-    __slots__ = ("__weakref__", "_native")
-
-    def __init__(self, native: _native.Buffer) -> None:
-        self._native = native
-
-    def __getitem__(self, name: str, /) -> Array:
-        return self.array(name)
-
-    def array(self, name: str) -> Array:
-        """Returns the array of this name in the stream's format. It keeps the buffer. Raises `NoArray` (a `KeyError`) if there is none, and
-        `Invalid` if the array does not fit into this buffer, or the buffer is closed."""
-        return self._native.array(name)
-
-    def keys(self) -> list[str]:
-        """The names of the arrays in the stream's format."""
-        return self._native.names()
-
-    def memory(self) -> Array:
-        """Returns all bytes of the buffer, as `uint8`. Raises `Invalid` if the buffer is closed."""
-        return self._native.memory()
-
-    def numpy(self) -> dict[str, t.Any]:
-        """Returns the arrays of the format as NumPy arrays of the same memory, by name. Raises as `array` and `Array.numpy`."""
-        return {name: self.array(name).numpy() for name in self.keys()}
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is closed."""
-        return self._native.is_closed
-
-    def close(self) -> None:
-        """Returns the buffer to the pool once its arrays, and the views that other libraries made of them, are gone. On a GPU, waits for all
-        work of this process first. Closing twice does nothing."""
-        self._native.close()
-
-
-class Loan(_Buffer):
-    """A buffer to fill and publish: `Publisher.loan`. It contains old bytes. A context manager that frees the buffer unless it was
-    published.
-
-    `loan[name]` is an array of the stream's format, and `loan.memory()` all bytes. Write to them through NumPy, PyTorch, or another library.
-    """
-
-    __slots__ = ()
-
-    def publish(self, user: bytes = b"") -> Publication:
-        """Publishes the buffer, with at most 4096 bytes of your own: returns its number, and the number of subscribers that were given
-        it at once. On a GPU, first waits for all work of this process. Does not wait for subscribers.
-
-        **Do not write to the buffer afterwards**: subscribers read it. Arrays of this package then raise, but views of other libraries do
-        not. Raises `Invalid` for too many bytes, if it is published or closed, or while another thread copies to it."""
-        return Publication(*self._native.publish(_octets(user, "user")))
-
-
-class Sample(_Buffer):
-    """A received buffer, read-only: `Subscriber.receive`. A context manager that gives it back. Dropping it gives it back too.
-
-    Its arrays, and the views that other libraries made of them, keep the buffer: it is given back when the last of them is gone.
-    """
-
-    __slots__ = ()
-
-    @property
-    def number(self) -> int:
-        """The number of the publication, counted from 1."""
-        return self._fields[0]
-
-    @property
-    def published_at(self) -> float:
-        """The time of the publication in seconds, as `time.monotonic()` in every process of the machine."""
-        return self._fields[1]
-
-    @property
-    def skipped_before(self) -> int:
-        """The number of publications since this subscriber's last sample that it did not get."""
-        return self._fields[2]
-
-    @property
-    def user(self) -> bytes:
-        """The publisher's own bytes."""
-        return self._fields[3]
-
-    @property
-    def _fields(self) -> tuple[int, float, int, bytes]:
-        fields = self._native.fields
-        assert fields is not None, "a sample has fields"
-        return fields
-
-    @property
-    def blob(self) -> bytes:
-        """The bytes that belong to the stream's format."""
-        return self._native.blob
-
-    def __repr__(self) -> str:
-        return f"<vmmfd.Sample {self.number}{', closed' if self.is_closed else ''}>"
 
 
 class Publisher(Closing):
@@ -314,7 +208,7 @@ class Publisher(Closing):
                 raise TypeError(f"arrays[{_arguments.shown(name)}]={_arguments.shown(array)} is not (dtype, shape) or (dtype, shape, offset)")
             dtype, shape, offset = (*given, None)[:3]
             rows.append((name, dtype, shape, _arguments.whole(offset, f"the offset of {_arguments.shown(name)}")))
-        return self._native.set_format(rows, _octets(blob, "blob"))
+        return self._native.set_format(rows, octets(blob, "blob"))
 
     def loan(self, size: int | None = None, wait: t.Time = 30.0) -> Loan:
         """Takes a free buffer, of `size` bytes if sizes vary. Waits at most `wait` seconds (or a `timedelta`), and only for this process's
@@ -345,6 +239,12 @@ class Publisher(Closing):
     def stats(self) -> PublisherStats:
         """The number of publications, the free buffers or bytes, and the subscribers that have buffers. Does not wait."""
         return _stats(*self._native.stats())
+
+    @property
+    def order(self) -> Order:
+        """How publications with a stream reach subscribers: "gpu" if their streams wait for this process's, or "cpu" with the reason. Before
+        the first publication with a stream, it is the device's claim."""
+        return Order(*self._native.order)
 
     def evict(self, id: int) -> bool:
         """Ends the subscription of a subscriber, by the `id` in an event or in `stats`. Its buffers remain out of use until it gives them
@@ -394,7 +294,7 @@ class Publisher(Closing):
         await in_thread(lambda: self.__exit__(kind, error, traceback))
 
 
-class _Receiver(Closing, Iterable[Received], AsyncIterable[Received]):
+class Receiver(Closing, Iterable[Received], AsyncIterable[Received]):
     """What a subscriber and a follower have in common. Threads and tasks may share it."""
 
     __slots__ = ("__weakref__", "_native", "_wakes")
@@ -414,11 +314,14 @@ class _Receiver(Closing, Iterable[Received], AsyncIterable[Received]):
         Raises `Timeout` after this time, `Interrupted` if another thread closes this. A subscriber raises `Ended` at the end of the stream,
         `Crashed` if the publisher died or closed the stream without finishing it, and `Disconnected` if it evicted this subscriber or broke
         the protocol."""
+        return self._receive(self._native, wait)
+
+    def _receive(self, native: t.Any, wait: t.Time | None) -> Received:
         ends = monotonic() + _arguments.seconds(_arguments.endless(wait))
         received = self._class.__new__(self._class)
-        while self._native.wait(max(0.0, ends - monotonic())):
+        while native.wait(max(0.0, ends - monotonic())):
             # From here to the return Python runs no signal handler, whose exception would lose the sample: there is no call.
-            if (taken := self._native.taken) is not None:
+            if (taken := native.taken) is not None:
                 received._native = taken
                 return received
             self._check_end()
@@ -513,7 +416,7 @@ class _Receiver(Closing, Iterable[Received], AsyncIterable[Received]):
             wake()
 
 
-class Subscriber(_Receiver[Sample]):
+class Subscriber(Receiver[Sample]):
     """The subscriber of a stream: `subscribe`. Threads and tasks may share it: each sample goes to one of them. A context manager that closes it.
 
     An iterable, also for `async for`: the iteration ends with the stream, or when another thread closes the subscriber. Each step closes the
@@ -529,6 +432,24 @@ class Subscriber(_Receiver[Sample]):
     def __init__(self, subscriber: NativeSubscriber, held: int) -> None:
         super().__init__(subscriber)
         self._held = held
+
+    def receive(self, wait: t.Time | None = None, *, stream: t.Any = None) -> Sample:
+        """Returns the next `Sample`. Waits at most `wait` seconds (or a `timedelta`); None waits for ever.
+
+        With a `stream`, as for `Timeline.record`, the sample is for work on this stream: the call does not wait until the publisher's GPU has
+        written the buffer. The stream waits, also at most `wait` seconds; after that, or if the publisher dies, the stream goes on and
+        `Sample.completion` is "lost". Closing or dropping the sample gives it back behind the work that the stream then has. DLPack consumers
+        on the same stream get the memory at once, and others once the stream is done; `tobytes` and other copies wait too. If `order` is "cpu",
+        the call waits until the buffer is written. The first call takes about a millisecond longer.
+
+        Raises `Timeout` after the wait, `Interrupted` if another thread closes this, `Ended` at the end of the stream, `Crashed` if the
+        publisher died or closed the stream without finishing it, and `Disconnected` if it evicted this subscriber, was late with GPU work,
+        or broke the protocol. For a stream also as `Loan.publish`, and `Invalid` for the per-thread default stream and for a `wait` of 0."""
+        given = _order.given(stream)
+        if given is None:
+            return self._receive(self._native, wait)
+        _arguments.limit(_arguments.endless(wait), "wait")
+        return self._receive(self._native.on_stream(given), wait)
 
     def _late(self, when: str) -> str:
         problem, held = f"no buffer arrived {when}", self.held
@@ -546,6 +467,12 @@ class Subscriber(_Receiver[Sample]):
         raise Crashed(f"the publisher, pid {peer.pid}, died or closed the stream without finishing it", kind="peer", peer=peer)
 
     @property
+    def order(self) -> Order:
+        """Whether the streams of `receive` wait for the publisher's ("gpu"), or the CPU does, with the reason ("cpu"). The first call tests it,
+        in about a millisecond."""
+        return Order(*self._native.order)
+
+    @property
     def held(self) -> int:
         """The number of buffers that this process has now: samples, and closed samples with arrays that still exist."""
         return self._native.held
@@ -559,74 +486,3 @@ class Subscriber(_Receiver[Sample]):
     def peer(self) -> Peer:
         """The publisher's process."""
         return Peer(*self._native.peer)
-
-
-class Update(Closing):
-    """What happened in a topic: `TopicFollower.receive`. A context manager that gives its sample back, if it has one."""
-
-    __slots__ = ("__weakref__", "_native")
-
-    _native: tuple[str, int, str, NativeBuffer | None, tuple[int, int] | None, tuple[str, str, str, str | None] | None]
-
-    @property
-    def topic(self) -> str:
-        """The topic's name."""
-        return self._native[0]
-
-    @property
-    def epoch(self) -> int:
-        """The publisher's run. The next publisher of the topic has another epoch, and numbers its publications anew."""
-        return self._native[1]
-
-    @property
-    def kind(self) -> str:
-        """`joined` (the first publisher of the topic), `reset` (a later one, whose format may differ), `sample`, `ended` (the publisher has
-        finished), `crashed` (it died, or closed the stream without finishing it), or `failed`: it can't be joined, or has ended this
-        subscription, and is not joined again."""
-        return self._native[2]
-
-    @property
-    def sample(self) -> Sample | None:
-        """The sample, if the kind is `sample`."""
-        return None if self._native[3] is None else Sample(self._native[3])
-
-    @property
-    def peer(self) -> Peer | None:
-        """The publisher's process, if the kind is `crashed`."""
-        return None if self._native[4] is None else Peer(*self._native[4])
-
-    @property
-    def error(self) -> Error | None:
-        """The error, if the kind is `failed`."""
-        if self._native[5] is None:
-            return None
-        name, message, kind, hint = self._native[5]
-        found: Error = getattr(_errors, name)(message, kind=kind, hint=hint)
-        return found
-
-    def close(self) -> None:
-        """Closes the sample, if there is one. Closing twice does nothing."""
-        if self._native[3] is not None:
-            self._native[3].close()
-
-    def __repr__(self) -> str:
-        return f"<vmmfd.Update {self.topic}: {self.kind}>"
-
-
-class TopicFollower(_Receiver[Update]):
-    """Receives from the publishers of topics: `Broker.follow_topics`. Stays through the ends of publishers and of the broker. Threads and
-    tasks may share it: each update goes to one of them. A context manager that closes it.
-
-    An iterable of `Update`, also for `async for`: the iteration ends only when another thread closes the follower. Each step closes the
-    sample of the step before; its arrays remain valid. Raises `Invalid` after `close` and in a fork. An interrupted or cancelled call loses
-    no update.
-    """
-
-    __slots__ = ()
-
-    _native: NativeFollower
-    _class = Update
-
-    def topics(self) -> list[str]:
-        """The topics whose publishers are joined now. Does not wait."""
-        return self._native.topics()

@@ -16,6 +16,7 @@ __all__ = [
     "LeasedPart",
     "Lost",
     "Maker",
+    "Order",
     "Owner",
     "PartInfo",
     "Peer",
@@ -401,6 +402,13 @@ class PublisherStats(Record):
     published: int
     free: int
     subscribers: tuple[Usage, ...]
+
+
+class Order(Record):
+    """How two processes order their GPU work: the `kind` is `gpu` if streams wait for streams, or `cpu` with the `reason`, else None."""
+
+    kind: str
+    reason: str | None
 
 
 class StreamEvent(Record):
