@@ -107,6 +107,11 @@ typedef struct vmmfd_publisher_t vmmfd_publisher_t;
 typedef struct vmmfd_subscriber_t vmmfd_subscriber_t;
 
 /*
+ A number that streams of one process raise, and that streams and threads of any process wait for. Any threads may use it at once.
+ */
+typedef struct vmmfd_timeline_t vmmfd_timeline_t;
+
+/*
  A watch of names. One thread may use it at a time.
  */
 typedef struct vmmfd_watch_t vmmfd_watch_t;
@@ -553,7 +558,7 @@ struct vmmfd_error_t *vmmfd_memory_import(const struct vmmfd_device_t *device,
 /*
  Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
  processes that have it open keep it. A loan is free again, and a sample is given back once all work in the device's primary context has
- finished. May block for the driver's calls. Finish your own work on the memory first.
+ finished, or behind its stream's work. May block for the driver's calls. Finish your own work on the memory first.
  */
 void vmmfd_memory_free(struct vmmfd_memory_t *memory);
 
@@ -744,6 +749,164 @@ struct vmmfd_error_t *vmmfd_handoff_take(const struct vmmfd_device_t *device,
                                          const char *path,
                                          const struct vmmfd_handoff_options_t *options,
                                          struct vmmfd_array_t **array);
+
+/* ---- Order of GPU work ---- */
+
+/*
+ Whether GPU work of a peer is done.
+ */
+typedef enum vmmfd_completion_t {
+    /*
+     It is done, and all that it wrote is visible.
+     */
+    VMMFD_DONE = 0,
+    /*
+     It is not done yet.
+     */
+    VMMFD_PENDING = 1,
+    /*
+     The wait was released before it was known to be done: what was read behind the wait is undefined.
+     */
+    VMMFD_LOST = 2,
+} vmmfd_completion_t;
+
+/*
+ How two processes order their GPU work.
+ */
+typedef struct vmmfd_order_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     Whether streams wait for streams. If not, a CPU waits for each buffer.
+     */
+    bool gpu;
+    /*
+     The reason for the order by CPUs, which ends with a null character, in UTF-8. A longer text is cut. Empty if streams wait.
+     */
+    char reason[255];
+} vmmfd_order_t;
+
+/*
+ Creates a timeline whose value is 0, for streams of a device. Only this process records on it. Blocks for about a millisecond, for a
+ test of the streams.
+
+ The caller frees `*timeline` with `vmmfd_timeline_free`; it is NULL after a failure.
+
+ Errors: `VMMFD_UNSUPPORTED` if the device's streams can't wait for host memory, as on the host backend; `VMMFD_INVALID`; `VMMFD_SYSTEM`;
+ `VMMFD_FORKED`. Driver calls: `cuMemHostRegister`, `cuStreamCreate`, `cuStreamBatchMemOp`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_create(const struct vmmfd_device_t *device,
+                                            struct vmmfd_timeline_t **timeline);
+
+/*
+ Opens another process's timeline from a descriptor of `vmmfd_timeline_descriptor`, which the caller keeps and may close afterwards.
+ With `device` NULL, no stream can use it, but this process can query it, wait on the CPU, and release.
+
+ The caller frees `*timeline` with `vmmfd_timeline_free`; it is NULL after a failure.
+
+ Errors: `VMMFD_SYSTEM` for a descriptor of something else; the errors of `vmmfd_timeline_create`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_open(const struct vmmfd_device_t *device,
+                                          int fd,
+                                          struct vmmfd_timeline_t **timeline);
+
+/*
+ Raises the value by 1 when all earlier work of a stream is done. `*value` is the new value. Does not wait for the work.
+
+ `stream` is a `CUstream` or `cudaStream_t` of the timeline's device; NULL is the legacy default stream. It exists until the next record
+ on another stream, or until the timeline is freed.
+
+ Errors: `VMMFD_INVALID` if another process records, for a stream of another device, in a capture, and for the per-thread default stream;
+ `VMMFD_DISCONNECTED` after a release; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_record(const struct vmmfd_timeline_t *timeline,
+                                            void *stream,
+                                            uint64_t *value);
+
+/*
+ Lets a stream wait until the value is reached, at most `timeout_ms` long. Does not block. After this time all waits for the timeline are
+ released, in all processes, and it can't be used any more. `stream` is as for `vmmfd_timeline_record`, and exists during the call.
+
+ Errors: the errors of `vmmfd_timeline_record`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_wait(const struct vmmfd_timeline_t *timeline,
+                                          void *stream,
+                                          uint64_t value,
+                                          uint64_t timeout_ms);
+
+/*
+ Blocks until the value is reached, for at most `timeout_ms`. `stop` is a descriptor, such as an eventfd(2), that ends the wait within
+ 50 ms after it becomes readable; -1 is none.
+
+ Errors: `VMMFD_TIMEOUT` after this time; `VMMFD_DISCONNECTED` after a release; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`;
+ `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_wait_cpu(const struct vmmfd_timeline_t *timeline,
+                                              uint64_t value,
+                                              uint64_t timeout_ms,
+                                              int stop);
+
+/*
+ Returns whether the value was reached. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_completion(const struct vmmfd_timeline_t *timeline,
+                                                uint64_t value,
+                                                enum vmmfd_completion_t *completion);
+
+/*
+ Returns the value now; after a release the largest number. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_value(const struct vmmfd_timeline_t *timeline,
+                                           uint64_t *value);
+
+/*
+ Ends all waits for the timeline, in all processes. Values that were not reached are lost. Does not block, and makes no driver call.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_release(const struct vmmfd_timeline_t *timeline);
+
+/*
+ Releases the waits when a process ends, or closes its end of a connection. `peer` is the pidfd of the process, or a connected socket. The
+ library keeps a duplicate. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_release_with(const struct vmmfd_timeline_t *timeline,
+                                                  int peer);
+
+/*
+ Returns the descriptor of the timeline, to send to another process over the program's own socket (`SCM_RIGHTS`). A holder can wait and
+ release.
+
+ The timeline owns the descriptor: do not close it. `*fd` is -1 after a failure. Does not block.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_timeline_descriptor(const struct vmmfd_timeline_t *timeline,
+                                                int *fd);
+
+/*
+ Frees a timeline. Of a device, blocks while any stream of the device waits for a timeline: to end such waits, call
+ `vmmfd_timeline_release` first.
+ */
+void vmmfd_timeline_free(struct vmmfd_timeline_t *timeline);
 
 /* ---- Streams ---- */
 
@@ -1145,6 +1308,32 @@ struct vmmfd_error_t *vmmfd_loan_publish(struct vmmfd_memory_t *loan,
                                          uint64_t *number);
 
 /*
+ Publishes a loan like `vmmfd_loan_publish`, behind the work that a stream has now. Waits neither for this work nor for subscribers: the
+ streams of subscribers wait for it (`vmmfd_subscriber_receive_on`), or their CPUs. If streams can't order the work
+ (`vmmfd_publisher_order`), the call waits for the stream. The first call takes about a millisecond longer.
+
+ `stream` is a `CUstream` or `cudaStream_t` of the publisher's device, which exists during the call; NULL is the legacy default stream.
+
+ Errors: `VMMFD_INVALID` for a stream of another device and in a capture; `VMMFD_UNSUPPORTED` on the host backend; the errors of
+ `vmmfd_loan_publish`. Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`; sometimes `cuMemHostRegister` or `cuStreamSynchronize`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_loan_publish_on(struct vmmfd_memory_t *loan,
+                                            void *stream,
+                                            const void *user,
+                                            size_t user_size,
+                                            uint64_t *number);
+
+/*
+ How publications on streams reach subscribers. Does not block. Before the first publication on a stream, it is the device's claim.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_publisher_order(const struct vmmfd_publisher_t *publisher,
+                                            struct vmmfd_order_t *order);
+
+/*
  Returns the next event of a publisher. `*found` is false if there is none. The publisher keeps the last 1,024 events. Does not block.
 
  Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
@@ -1222,6 +1411,47 @@ VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_subscriber_receive(const struct vmmfd_subscriber_t *subscriber,
                                                uint64_t timeout_ms,
                                                struct vmmfd_sample_t *sample);
+
+/*
+ Receives like `vmmfd_subscriber_receive`, for work on a stream: does not wait until the publisher's GPU has written the buffer. The stream
+ waits instead, at most `timeout_ms` long. If the publisher's process ends or is late, the stream goes on, and `vmmfd_sample_completion`
+ returns `VMMFD_LOST`. If streams can't order the work (`vmmfd_subscriber_order`), the call waits until the buffer is written. The first
+ call takes about a millisecond longer.
+
+ `stream` is a `CUstream` or `cudaStream_t` of the device that has the pool mapped, and exists until the sample is freed; NULL is the
+ legacy default stream. Use the sample's address on this stream only. `vmmfd_memory_free` gives the buffer back behind the work that the
+ stream then has, and does not wait for it; `vmmfd_memory_copy_out` waits for the stream.
+
+ Errors: `VMMFD_INVALID` for a stream of another device, in a capture, for the per-thread default stream, for `timeout_ms` 0, and for a
+ subscriber of topics; `VMMFD_DISCONNECTED` also once the publisher was late; the errors of `vmmfd_subscriber_receive`. Driver calls:
+ `cuStreamIsCapturing`, `cuStreamBatchMemOp`; at the first call `cuMemHostRegister`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_subscriber_receive_on(const struct vmmfd_subscriber_t *subscriber,
+                                                  void *stream,
+                                                  uint64_t timeout_ms,
+                                                  struct vmmfd_sample_t *sample);
+
+/*
+ Whether the publisher's GPU has written a sample. `VMMFD_PENDING` is possible only with `vmmfd_subscriber_receive_on`; after `VMMFD_LOST`,
+ discard what was read. Does not block.
+
+ Errors: `VMMFD_INVALID`, also for memory that is no sample; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_sample_completion(const struct vmmfd_memory_t *memory,
+                                              enum vmmfd_completion_t *completion);
+
+/*
+ Whether the streams of `vmmfd_subscriber_receive_on` wait for the publisher's, or why not. The first call tests it, and blocks for about a
+ millisecond.
+
+ Errors: `VMMFD_INVALID`, also for a subscriber of topics; `VMMFD_FORKED`. Driver calls: `cuMemHostRegister`, `cuStreamCreate`,
+ `cuStreamBatchMemOp`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_subscriber_order(const struct vmmfd_subscriber_t *subscriber,
+                                             struct vmmfd_order_t *order);
 
 /*
  Returns a descriptor that is readable, in poll(2) and epoll(7), when something has arrived or the publisher is gone. Then call

@@ -33,5 +33,6 @@ pub mod publisher;
 mod put;
 pub mod recall;
 pub mod subscriber;
+pub mod timeline;
 mod versioned;
 pub mod watch;

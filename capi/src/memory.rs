@@ -447,7 +447,7 @@ pub extern "C" fn vmmfd_memory_import(
 
 /// Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
 /// processes that have it open keep it. A loan is free again, and a sample is given back once all work in the device's primary context has
-/// finished. May block for the driver's calls. Finish your own work on the memory first.
+/// finished, or behind its stream's work. May block for the driver's calls. Finish your own work on the memory first.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_memory_free(memory: *mut vmmfd_memory_t) {
     run_logged(|| handle::remove(memory));

@@ -11,7 +11,8 @@ use std::{
 
 use vmmfd::{
     channel::socket_path,
-    session::stream::{Event, MAX_USER_BYTES, PublishOptions, Publisher},
+    memory::Region,
+    session::stream::{Event, Loan, MAX_USER_BYTES, PublishOptions, Published, Publisher},
     topic,
 };
 
@@ -19,10 +20,11 @@ use crate::{
     argument::{config, descriptor, list, milliseconds, out, path, run_out, stop, text},
     broker::vmmfd_broker_t,
     device::vmmfd_device_t,
-    error::{Failure, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     format::{self, vmmfd_format_t},
     handle::{self, handle},
     memory::{self, Memory, vmmfd_memory_t},
+    timeline::{self, show_order, vmmfd_order_t},
     versioned::{Facts, options, versioned},
 };
 
@@ -218,6 +220,18 @@ pub extern "C" fn vmmfd_loan_publish(
     idle: bool,
     number: Option<&mut MaybeUninit<u64>>,
 ) -> *mut vmmfd_error_t {
+    publish(loan, user, user_size, number, |lent, user| {
+        Ok(if idle { lent.announce(user) } else { lent.publish(user) }?)
+    })
+}
+
+fn publish(
+    loan: *mut vmmfd_memory_t,
+    user: *const c_void,
+    user_size: usize,
+    number: Option<&mut MaybeUninit<u64>>,
+    publish: impl FnOnce(Loan, &[u8]) -> Outcome<Published>,
+) -> *mut vmmfd_error_t {
     run(|| {
         let mut ignored = MaybeUninit::uninit();
         let number = out(Some(number.unwrap_or(&mut ignored)), "number")?;
@@ -226,9 +240,47 @@ pub extern "C" fn vmmfd_loan_publish(
             return Err(Failure::invalid(format!("user_size is {user_size}: the limit is {MAX_USER_BYTES}")));
         }
         let lent = handle::get(loan)?.take_loan()?;
-        let published = if idle { lent.announce(user) } else { lent.publish(user) };
-        number.write(published?.number);
+        number.write(publish(lent, user)?.number);
         handle::remove(loan)
+    })
+}
+
+/// Publishes a loan like `vmmfd_loan_publish`, behind the work that a stream has now. Waits neither for this work nor for subscribers: the
+/// streams of subscribers wait for it (`vmmfd_subscriber_receive_on`), or their CPUs. If streams can't order the work
+/// (`vmmfd_publisher_order`), the call waits for the stream. The first call takes about a millisecond longer.
+///
+/// `stream` is a `CUstream` or `cudaStream_t` of the publisher's device, which exists during the call; NULL is the legacy default stream.
+///
+/// Errors: `VMMFD_INVALID` for a stream of another device and in a capture; `VMMFD_UNSUPPORTED` on the host backend; the errors of
+/// `vmmfd_loan_publish`. Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`; sometimes `cuMemHostRegister` or `cuStreamSynchronize`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_loan_publish_on(
+    loan: *mut vmmfd_memory_t,
+    stream: *mut c_void,
+    user: *const c_void,
+    user_size: usize,
+    number: Option<&mut MaybeUninit<u64>>,
+) -> *mut vmmfd_error_t {
+    publish(loan, user, user_size, number, |lent, user| {
+        let stream = timeline::stream(lent.device(), stream)?;
+        Ok(lent.publish_on(&stream, user)?)
+    })
+}
+
+/// How publications on streams reach subscribers. Does not block. Before the first publication on a stream, it is the device's claim.
+///
+/// Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_publisher_order(
+    publisher: *const vmmfd_publisher_t,
+    order: *mut vmmfd_order_t,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let order = Facts::of(order, "order")?;
+        order.write(&show_order(&handle::get(publisher)?.order()));
+        Ok(())
     })
 }
 

@@ -24,8 +24,9 @@ use crate::{
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     format::{self, vmmfd_format_t},
     handle::{self, handle},
-    memory::{Memory, vmmfd_memory_t},
+    memory::{Memory, Source, vmmfd_memory_t},
     owned::Kept,
+    timeline::{self, show_order, vmmfd_completion_t, vmmfd_order_t},
     versioned::{Facts, options, versioned},
 };
 
@@ -38,7 +39,7 @@ pub struct vmmfd_subscriber_t {
 handle!(vmmfd_subscriber_t, 9, "a subscriber", Subscribed);
 
 pub(crate) enum Subscribed {
-    Stream(Subscriber),
+    Stream(Box<Subscriber>),
     Topics(Follower),
 }
 
@@ -149,10 +150,11 @@ pub extern "C" fn vmmfd_subscriber_connect(
             let follower = Follower::new(&broker.client, topics, &driver, selector, &wanted, &own)?;
             return Ok(handle::insert(Subscribed::Topics(follower)));
         }
-        Ok(handle::insert(Subscribed::Stream(match socket {
+        let subscriber = match socket {
             Some(socket) => Subscriber::over(socket, &driver, selector, &wanted, &own)?,
             None => Subscriber::connect(&driver, selector, &socket_path(self::path(path))?, &wanted, &own)?,
-        })))
+        };
+        Ok(handle::insert(Subscribed::Stream(Box::new(subscriber))))
     })
 }
 
@@ -231,32 +233,124 @@ pub extern "C" fn vmmfd_subscriber_receive(
     timeout_ms: u64,
     sample: *mut vmmfd_sample_t,
 ) -> *mut vmmfd_error_t {
-    use vmmfd_received_t::*;
+    receive(subscriber, sample, |subscriber, shown| {
+        let limit = milliseconds(timeout_ms, Duration::ZERO);
+        match subscriber {
+            Subscribed::Stream(subscriber) => {
+                let received = in_time(limit, || subscriber.try_receive(), || subscriber.receive(limit))?;
+                show_received(subscriber, received, shown);
+            }
+            Subscribed::Topics(follower) => {
+                if let Some(update) = in_time(limit, || follower.try_receive(), || follower.receive(limit))? {
+                    show_update(update, shown);
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Receives like `vmmfd_subscriber_receive`, for work on a stream: does not wait until the publisher's GPU has written the buffer. The stream
+/// waits instead, at most `timeout_ms` long. If the publisher's process ends or is late, the stream goes on, and `vmmfd_sample_completion`
+/// returns `VMMFD_LOST`. If streams can't order the work (`vmmfd_subscriber_order`), the call waits until the buffer is written. The first
+/// call takes about a millisecond longer.
+///
+/// `stream` is a `CUstream` or `cudaStream_t` of the device that has the pool mapped, and exists until the sample is freed; NULL is the
+/// legacy default stream. Use the sample's address on this stream only. `vmmfd_memory_free` gives the buffer back behind the work that the
+/// stream then has, and does not wait for it; `vmmfd_memory_copy_out` waits for the stream.
+///
+/// Errors: `VMMFD_INVALID` for a stream of another device, in a capture, for the per-thread default stream, for `timeout_ms` 0, and for a
+/// subscriber of topics; `VMMFD_DISCONNECTED` also once the publisher was late; the errors of `vmmfd_subscriber_receive`. Driver calls:
+/// `cuStreamIsCapturing`, `cuStreamBatchMemOp`; at the first call `cuMemHostRegister`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_subscriber_receive_on(
+    subscriber: *const vmmfd_subscriber_t,
+    stream: *mut c_void,
+    timeout_ms: u64,
+    sample: *mut vmmfd_sample_t,
+) -> *mut vmmfd_error_t {
+    receive(subscriber, sample, |subscriber, shown| {
+        let subscriber = of_stream(subscriber)?;
+        if timeout_ms == 0 {
+            return Err(Failure::invalid("timeout_ms is 0: the stream needs time to wait for the publisher"));
+        }
+        let limit = milliseconds(timeout_ms, Duration::ZERO);
+        let stream = timeline::stream(subscriber.device(), stream)?;
+        let received = in_time(limit, || Ok(None), || subscriber.receive_on(&stream, limit))?;
+        show_received(subscriber, received, shown);
+        Ok(())
+    })
+}
+
+/// Whether the publisher's GPU has written a sample. `VMMFD_PENDING` is possible only with `vmmfd_subscriber_receive_on`; after `VMMFD_LOST`,
+/// discard what was read. Does not block.
+///
+/// Errors: `VMMFD_INVALID`, also for memory that is no sample; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_sample_completion(
+    memory: *const vmmfd_memory_t,
+    completion: Option<&mut MaybeUninit<vmmfd_completion_t>>,
+) -> *mut vmmfd_error_t {
+    run_out(completion, "completion", || match &handle::get(memory)?.source {
+        Source::Received { sample, .. } => Ok(timeline::completion(sample.completion())),
+        _ => Err(Failure::invalid("this memory is no sample: pass memory of vmmfd_subscriber_receive")),
+    })
+}
+
+/// Whether the streams of `vmmfd_subscriber_receive_on` wait for the publisher's, or why not. The first call tests it, and blocks for about a
+/// millisecond.
+///
+/// Errors: `VMMFD_INVALID`, also for a subscriber of topics; `VMMFD_FORKED`. Driver calls: `cuMemHostRegister`, `cuStreamCreate`,
+/// `cuStreamBatchMemOp`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_subscriber_order(
+    subscriber: *const vmmfd_subscriber_t,
+    order: *mut vmmfd_order_t,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let order = Facts::of(order, "order")?;
+        order.write(&show_order(&of_stream(&*handle::get(subscriber)?)?.order()));
+        Ok(())
+    })
+}
+
+fn of_stream(subscriber: &Subscribed) -> Outcome<&Subscriber> {
+    match subscriber {
+        Subscribed::Stream(subscriber) => Ok(subscriber),
+        Subscribed::Topics(_) => {
+            Err(Failure::invalid("a subscriber of topics has no order of GPU work yet: connect to a path"))
+        }
+    }
+}
+
+fn receive(
+    subscriber: *const vmmfd_subscriber_t,
+    sample: *mut vmmfd_sample_t,
+    receive: impl FnOnce(&Subscribed, &mut vmmfd_sample_t) -> Outcome<()>,
+) -> *mut vmmfd_error_t {
     run(|| {
         let facts = Facts::of(sample, "sample")?;
         let subscriber = handle::get(subscriber)?;
         // SAFETY: zeros are a valid value of a struct with a size.
         let mut shown: vmmfd_sample_t = unsafe { MaybeUninit::zeroed().assume_init() };
-        let limit = milliseconds(timeout_ms, Duration::ZERO);
-        match &*subscriber {
-            Subscribed::Stream(subscriber) => {
-                shown.pid = subscriber.peer().pid;
-                match in_time(limit, || subscriber.try_receive(), || subscriber.receive(limit))? {
-                    Some(Received::Sample(sample)) => show(sample, &mut shown),
-                    Some(Received::Ended) => shown.result = VMMFD_ENDED,
-                    Some(_) => shown.result = VMMFD_CRASHED,
-                    None => {}
-                }
-            }
-            Subscribed::Topics(follower) => {
-                if let Some(update) = in_time(limit, || follower.try_receive(), || follower.receive(limit))? {
-                    show_update(update, &mut shown);
-                }
-            }
-        }
+        receive(&subscriber, &mut shown)?;
         facts.write(&shown);
         Ok(())
     })
+}
+
+fn show_received(subscriber: &Subscriber, received: Option<Received>, shown: &mut vmmfd_sample_t) {
+    use vmmfd_received_t::*;
+    shown.pid = subscriber.peer().pid;
+    match received {
+        Some(Received::Sample(sample)) => show(sample, shown),
+        Some(Received::Ended) => shown.result = VMMFD_ENDED,
+        Some(_) => shown.result = VMMFD_CRASHED,
+        None => {}
+    }
 }
 
 /// Receives without waiting if `limit` is 0. `None` if nothing arrives in time.

@@ -396,6 +396,7 @@ int main(int argc, char **argv) {
     test_dead_peer(device);
     test_fork(device);
     test_stream(device, argv[1], argv[0], argv[2]);
+    test_order(device, strcmp(argv[1], "host") != 0);
     test_broker(device, argv[2]);
     vmmfd_device_free(device);
     printf("every: %s passed\n", argv[1]);

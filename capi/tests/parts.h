@@ -76,6 +76,9 @@ void test_broker(const vmmfd_device_t *device, const char *path);
 /* The tests of every_stream.c; `program` is this program's path, and `broker` a broker's. */
 void test_stream(const vmmfd_device_t *device, const char *backend, const char *program, const char *broker);
 
+/* The tests of every_order.c. */
+void test_order(const vmmfd_device_t *device, bool has_streams);
+
 /* Publishes or subscribes for the tests in another process. */
 void be_stream_peer(const char *backend, const char *role, const char *path);
 
