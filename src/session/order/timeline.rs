@@ -129,7 +129,7 @@ impl Timeline {
         let registered = self.registered(stream)?;
         stream.check_shared()?;
         let mut recorded = lock(recorded);
-        if self.waits.completion(VALUE, recorded.value) == Completion::Lost {
+        if self.waits.is_lost() {
             return Err(self.waits.loss());
         }
         let value = recorded.value + 1;

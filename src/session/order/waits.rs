@@ -121,7 +121,7 @@ impl Waits {
         &self.words.get()[index]
     }
 
-    fn is_lost(&self) -> bool {
+    pub(crate) fn is_lost(&self) -> bool {
         self.word(LOST).load(Ordering::Acquire) != 0
     }
 

@@ -185,6 +185,9 @@ fn timelines_refuse_wrong_use(subject: Subject) {
     let (reader, _writer) = std::io::pipe().unwrap();
     let wrong = Timeline::open(OwnedFd::from(reader), None).unwrap_err();
     assert!(wrong.in_full().contains("not of a memfd"), "{}", wrong.in_full());
+    // Although the last value is reached.
+    other.release();
+    is_lost(timeline.record(&stream), Loss::Released);
     if let Some(fake) = &subject.fake {
         fake.set("FAKECUDA_ATTRIBUTE", "122:0");
         let unordered = Timeline::create(&device);
