@@ -54,4 +54,6 @@ class Gate:
         return stream
 
     def open(self) -> None:
-        self.opened = self.timeline.record(self.opener)
+        # First: a stream may go on before the call returns.
+        self.opened += 1
+        assert self.timeline.record(self.opener) == self.opened

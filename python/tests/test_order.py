@@ -240,9 +240,11 @@ def test_streams_share_a_subscriber(publisher: vmmfd.Publisher, subscriber: vmmf
     sample = receive(LIMIT)
     assert (sample.number, sample.completion, sample.memory().tobytes()) == (1, "done", b"\1" * 64)
     assert sample.memory().__cuda_array_interface__["stream"] is None
-    gate.hold(reader)
+    # It waits for the device, as any work may use the sample.
+    gate.hold(other)
+    threading.Timer(SHORT, gate.open).start()
     sample.close()
-    gate.open()
+    assert other.is_idle
     until(lambda: publisher.stats().free == 8)
 
 
