@@ -112,7 +112,7 @@ impl SubOptions {
 
 /// Where buffers come from.
 enum Source {
-    Publisher(Subscriber),
+    Publisher(Box<Subscriber>),
     Topic(Follower),
 }
 
@@ -154,7 +154,8 @@ impl Tool for SubOptions {
         let config = self.stream.config(cancel);
         let from = match &place {
             Place::Socket(path) => {
-                Source::Publisher(Subscriber::connect(&driver, self.stream.device, path, &options, &config)?)
+                let device = self.stream.device;
+                Source::Publisher(Box::new(Subscriber::connect(&driver, device, path, &options, &config)?))
             }
             Place::Topic(client, topic) => {
                 let topic = Topics::Named(topic);
