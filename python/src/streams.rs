@@ -185,7 +185,8 @@ impl Memory for Pooled {
 }
 
 impl Drop for Pooled {
-    /// Gives a sample for a stream back behind the stream's work, now. If that fails, as while the stream is captured, the reaper gives it back.
+    /// Gives a sample for a stream back behind the stream's work, now. The reaper gives it back if that needs a wait, or fails, as while the
+    /// stream is captured.
     fn drop(&mut self) {
         let is_for_all = *self.is_for_all.get_mut();
         if let Some(content) = &mut self.content

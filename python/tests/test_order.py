@@ -216,6 +216,39 @@ def test_killed_publisher_releases_streams(tmp_path: Path, child: Callable[..., 
         other.end(-signal.SIGKILL)
 
 
+def test_order_of_the_cpu(tmp_path: Path, child: Callable[..., Child]) -> None:
+    """On a device whose streams can't wait for host memory."""
+    child(
+        """
+        import sys
+        import vmmfd
+        from driver_streams import Stream
+
+        with vmmfd.publish(sys.argv[1], size=64, count=4) as publisher, vmmfd.subscribe(sys.argv[1]) as subscriber:
+            while publisher.event() is None:
+                pass
+            for order in (publisher.order, subscriber.order):
+                assert order.kind == "cpu" and len(order.reason) > 10, order
+            stream, loan = Stream(), publisher.loan()
+            stream.fill(loan.memory(), 5)
+            loan.publish(stream=stream)
+            sample = subscriber.receive(10, stream=stream)
+            assert sample.completion == "done" and sample.memory().tobytes() == b"\5" * 64
+            del sample
+            while publisher.stats().free < 4:
+                pass
+            try:
+                vmmfd.Timeline()
+            except vmmfd.Unsupported as error:
+                assert "no order of GPU work with other processes" in str(error)
+            else:
+                raise AssertionError
+        """,
+        str(tmp_path / "stream"),
+        env={"PYTHONPATH": str(Path(__file__).parent), "FAKECUDA_ATTRIBUTE": "122:0"},
+    ).end()
+
+
 def test_late_publisher_is_disconnected(publisher: vmmfd.Publisher, subscriber: vmmfd.Subscriber, gate: Gate) -> None:
     writer, reader = gate.hold(Stream()), Stream()
     publish(publisher, writer, 1)

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use super::{format::Format, misuse, subscriber::Connection};
+use super::{format::Format, misuse, subscriber::Connection, turns::Turns};
 use crate::{
     driver::{Access, Stream},
     error::{MemoryError, Result},
@@ -117,11 +117,13 @@ impl Sample {
         }
     }
 
-    /// Gives the buffer back behind the work of its stream, if it has one, and keeps the pool mapped. For the bindings: nothing may use the
-    /// buffer afterwards. If it fails, the buffer is not given back yet.
+    /// Gives the buffer back behind the work of its stream, if that needs no wait, and keeps the pool mapped. For the bindings: nothing may
+    /// use the buffer afterwards. If it fails, the buffer is not given back yet.
     #[doc(hidden)]
     pub fn give_back_early(&mut self) -> Result<()> {
-        if let Some(stream) = self.stream.as_ref().filter(|_| !self.is_over && self.connection.is_own()) {
+        let is_ordered = self.connection.turns.as_ref().is_some_and(Turns::is_used);
+        let may = is_ordered && !self.is_over && self.connection.is_own();
+        if let Some(stream) = self.stream.as_ref().filter(|_| may) {
             self.connection.give_back_on(stream, self.entry, self.number)?;
             self.is_over = true;
         }
