@@ -121,6 +121,7 @@ impl Waits {
         &self.words.get()[index]
     }
 
+    /// Whether the waits were released, by any process.
     pub(crate) fn is_lost(&self) -> bool {
         self.word(LOST).load(Ordering::Acquire) != 0
     }

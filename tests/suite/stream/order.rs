@@ -165,6 +165,9 @@ fn timelines_survive_a_lost_peer(subject: Subject) {
         reader.synchronize().unwrap();
         assert_eq!(other.completion(value), Completion::Lost);
     }
+    let timeline = Timeline::create(&device).unwrap();
+    timeline.release();
+    is_lost(timeline.record(&bench.opener), Loss::Released);
 }
 
 fn timelines_refuse_wrong_use(subject: Subject) {
