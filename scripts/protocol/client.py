@@ -93,7 +93,7 @@ FIELDS: dict[str, Body] = {
     },
     "refused": {"code": str, "message": str},
     "stream": {"epoch": is_natural, "turns?": lambda value: value == 256},
-    "ready": {"number": is_natural, "ready_at?": lambda value: is_natural(value) and value},
+    "ready": {"number": is_natural, "ready_at?": lambda value: is_natural(value) and 0 < value < 1 << 63},
 }  # fmt: skip
 
 

@@ -225,7 +225,7 @@ objects! {
         #[cfg_attr(feature = "schema", schemars(length(max = 8192)))]
         pub user: Option<String>,
         /// The turn after which a stream of the publisher has written the buffer. `None`: it is written. Only if the stream has `turns`.
-        #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
+        #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 9_223_372_036_854_775_807u64)))]
         pub ready_at: Option<u64>,
     }
 
@@ -235,7 +235,7 @@ objects! {
         /// The number of the publication.
         pub number: u64,
         /// The turn after which no stream of the subscriber reads the buffer. `None`: none reads it. Only if the stream has `turns`.
-        #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
+        #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 9_223_372_036_854_775_807u64)))]
         pub done_at: Option<u64>,
     }
 

@@ -80,6 +80,9 @@ pub const READY_WORDS: usize = 256;
 /// The index of the word of turn 0 of the subscriber's streams.
 pub const DONE_WORDS: usize = 512;
 
+/// The largest turn: the value with which a subscriber ends its waits.
+pub const MAX_TURN: u64 = i64::MAX as u64;
+
 /// The default name of a producer's object.
 pub const DEFAULT_OBJECT: &str = "default";
 
@@ -201,8 +204,10 @@ impl Message {
             Self::Stream(Stream { turns: Some(turns), .. }) if *turns != TURNS as u64 => {
                 Err(ProtocolError::Content(format!("{turns} turns in a stream: there are {TURNS} or none")))
             }
-            Self::Ready(Ready { ready_at: Some(0), .. }) | Self::Done(Done { done_at: Some(0), .. }) => {
-                Err(ProtocolError::Content("a turn of 0: turns count from 1".to_owned()))
+            Self::Ready(Ready { ready_at: Some(turn), .. }) | Self::Done(Done { done_at: Some(turn), .. })
+                if !(1..=MAX_TURN).contains(turn) =>
+            {
+                Err(ProtocolError::Content(format!("a turn of {turn}: 1 to {MAX_TURN} are allowed")))
             }
             Self::Leave(leave) if leave.held.len() as u64 > MAX_HELD => {
                 let message = format!("{} buffers in a leave: at most {MAX_HELD} are allowed", leave.held.len());

@@ -362,6 +362,15 @@ fn optional_fields_may_be_null() {
 }
 
 #[test]
+fn turns_that_no_release_reaches_are_rejected() {
+    let done = |turn: u64| Message::decode(&record(14, &json!({"number": 1, "done_at": turn}).to_string(), 0), 0);
+    assert!(done(1).is_ok() && done(MAX_TURN).is_ok());
+    for turn in [0, MAX_TURN + 1, u64::MAX] {
+        assert!(matches!(done(turn), Err(ProtocolError::Content(_))), "{turn}");
+    }
+}
+
+#[test]
 fn control_characters_are_removed() {
     let body = r#"{"code":"failed","message":"\u001b[31mred\n\u202e"}"#;
     let Ok(Message::Error(failure)) = Message::decode(&record(8, body, 0), 0) else { panic!() };

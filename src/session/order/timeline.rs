@@ -145,7 +145,7 @@ impl Timeline {
     /// released, in all processes, and it can't be used any more.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a stream of another device, and for a stream that is being captured;
+    /// [`Error::Misuse`] for a value of 2^63 or more, for a stream of another device, and for a stream that is being captured;
     /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost) after a release; [`Error::Driver`].
     ///
     /// Driver calls: `cuStreamIsCapturing`, `cuStreamBatchMemOp`.

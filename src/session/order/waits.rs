@@ -20,10 +20,11 @@ use crate::{
     error::{Error, Loss, PeerError, Result},
     session::watcher::{Source, Token, Watcher},
     sys::{Words, lock},
+    wire::MAX_TURN,
 };
 
 /// The value that ends every wait: a stream compares signed differences.
-const RELEASED: u64 = i64::MAX as u64;
+const RELEASED: u64 = MAX_TURN;
 
 /// How often released words are released again: a stopped peer's streams may still store lower values.
 const AGAIN: Duration = Duration::from_millis(2);
@@ -149,8 +150,13 @@ impl Waits {
     /// Announces that a stream will wait for a value, at most for this time. Returns whether it has to.
     ///
     /// # Errors
-    /// [`PeerError::WorkLost`] if the waits were released, and the value was not reached before.
+    /// [`Error::Misuse`] for a value that a release does not reach; [`PeerError::WorkLost`] if the waits were released, and the value was
+    /// not reached before.
     pub(crate) fn expect(&self, index: usize, value: u64, limit: Duration) -> Result<bool> {
+        if value > RELEASED {
+            let problem = format!("a stream can't wait for the value {value}: at most {RELEASED} is possible");
+            return Err(Error::Misuse { problem });
+        }
         match self.completion(index, value) {
             Completion::Done => return Ok(false),
             Completion::Lost => return Err(self.loss()),

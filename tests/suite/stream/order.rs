@@ -180,6 +180,7 @@ fn timelines_refuse_wrong_use(subject: Subject) {
     misused(other.record(&stream), "another process records");
     misused(Timeline::open(file(), None).unwrap().wait(&stream, 1, LIMIT), "without a device");
     misused(timeline.record(&Gpu::per_thread_stream(&subject)), "per-thread");
+    misused(other.wait(&stream, 1 << 63, SHORT), "at most");
     bench.gpu.capture(&stream, || {
         misused(timeline.record(&stream), "being captured");
         misused(other.wait(&stream, 1, LIMIT), "being captured");
