@@ -39,8 +39,8 @@ use crate::{
 pub(crate) const LOST: usize = 0;
 
 /// The words of the self-test: a stream waits for the first, then stores into the second.
-const TEST: usize = 1;
-const TESTED: usize = 2;
+const TEST: usize = 0;
+const TESTED: usize = 1;
 
 /// The length of the self-test, at most.
 const TEST_LIMIT: Duration = Duration::from_secs(2);
@@ -68,29 +68,34 @@ pub enum Completion {
     Lost,
 }
 
-/// Lets the streams of a device use words, and checks that a store of this CPU ends a wait.
+/// Words that streams use, and the words of the self-test: the call that ends a registration may block, so both end together.
+pub(crate) type Tested = [Registered; 2];
+
+/// Lets the streams of a device use words, after a test that a store of this CPU ends a wait. The test has words of its own: a peer may
+/// test the others at the same time, or store into them.
 ///
 /// # Errors
-/// [`DeviceError::Unordered`]; [`Error::Driver`].
-pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Registered> {
+/// [`DeviceError::Unordered`]; [`Error::Driver`]; [`Error::System`].
+pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Tested> {
     let unordered = |reason| Err(Error::Device(DeviceError::Unordered { reason }));
     if device.attribute(Attribute::StreamMemoryOperations)? == 0 {
         return unordered(format!("{device} has no stream memory operations (attribute 122)"));
     }
-    let registered = device.driver().register(device.ordinal(), Arc::clone(words))?;
+    let (own, _) = Words::create(PAGE).map_err(|error| Error::system("create the words of a test", error))?;
+    let own = Arc::new(own);
+    let registered = device.driver().register(device.ordinal(), Arc::clone(&own))?;
     let stream = device.driver().create_stream(device.ordinal())?;
-    let [test, tested] = [TEST, TESTED].map(|index| &words.get()[index]);
-    let value = test.load(Ordering::Acquire).wrapping_add(1);
-    stream.enqueue(&[registered.wait(TEST, value), registered.write(TESTED, value)])?;
+    let [test, tested] = [TEST, TESTED].map(|index| &own.get()[index]);
+    stream.enqueue(&[registered.wait(TEST, 1), registered.write(TESTED, 1)])?;
     // A stream that watches a copy of the page may go on at once, or never.
     thread::sleep(Duration::from_micros(100));
-    let is_early = tested.load(Ordering::Acquire) == value;
-    test.store(value, Ordering::Release);
+    let is_early = tested.load(Ordering::Acquire) != 0;
+    test.store(1, Ordering::Release);
     let deadline = Instant::now() + TEST_LIMIT;
-    while tested.load(Ordering::Acquire) != value && Instant::now() < deadline {
+    while tested.load(Ordering::Acquire) == 0 && Instant::now() < deadline {
         thread::yield_now();
     }
-    if tested.load(Ordering::Acquire) != value {
+    if tested.load(Ordering::Acquire) == 0 {
         // It may wait for ever, and the driver with it.
         registered.leak();
         std::mem::forget(stream);
@@ -98,7 +103,10 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Registered> {
     }
     // The driver's calls at the end would wait for it.
     stream.synchronize()?;
-    if is_early { unordered(format!("a stream of {device} did not wait")) } else { Ok(registered) }
+    if is_early {
+        return unordered(format!("a stream of {device} did not wait"));
+    }
+    Ok([device.driver().register(device.ordinal(), Arc::clone(words))?, registered])
 }
 
 /// The memory of a timeline.

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use super::{Completion, PAGE, Stream, Waits, test};
+use super::{Completion, PAGE, Stream, Tested, Waits, test};
 use crate::{
     channel::Cancel,
     driver::Registered,
@@ -53,7 +53,7 @@ const VALUE: usize = 8;
 #[derive(Debug)]
 pub struct Timeline {
     /// Before the words. Blocks.
-    registered: Option<Registered>,
+    registered: Option<Tested>,
     words: Arc<Words>,
     waits: Arc<Waits>,
     file: OwnedFd,
@@ -105,7 +105,7 @@ impl Timeline {
     }
 
     fn registered(&self, stream: &Stream) -> Result<&Registered> {
-        let (Some(registered), Some(device)) = (&self.registered, &self.device) else {
+        let (Some([registered, _]), Some(device)) = (&self.registered, &self.device) else {
             return Err(misuse("this timeline was opened without a device: no stream can use it"));
         };
         if device.ordinal() != stream.ordinal() {

@@ -22,7 +22,7 @@ use crate::{
     driver::{Attribute, Operation, Registered, code, has_reached},
     error::{Error, ProtocolError, Result},
     memory::Device,
-    session::order::{Completion, Order, Stream, Waits, test},
+    session::order::{Completion, Order, Stream, Tested, Waits, test},
     sys::{Words, lock},
     wire::{DONE_WORDS, READY_WORDS, TURNS, TURNS_SIZE},
 };
@@ -58,7 +58,7 @@ pub(super) struct PublisherTurns {
 
 #[derive(Debug, Default)]
 struct Streams {
-    own: Option<Registered>,
+    own: Option<Tested>,
     /// Why no stream can store words.
     unusable: Option<String>,
     /// By the subscriber's number.
@@ -152,7 +152,7 @@ impl PublisherTurns {
                 Err(error) => tracing::warn!(error = error.in_full(), "can't order GPU work with a subscriber"),
             }
         }
-        let Some(own) = &streams.own else { return Ok(None) };
+        let Some([own, _]) = &streams.own else { return Ok(None) };
         let turn = streams.last + 1;
         let mut operations = Vec::with_capacity(streams.subscribers.len() + 2);
         // The word's last turn may be on another stream.
@@ -221,7 +221,7 @@ pub(super) struct Turns {
     waits: Arc<Waits>,
     device: Device,
     /// Registered at first use, or the reason why streams can't use them.
-    streams: OnceLock<std::result::Result<Registered, String>>,
+    streams: OnceLock<std::result::Result<Tested, String>>,
     pairing: Mutex<()>,
     last: AtomicU64,
 }
@@ -245,7 +245,7 @@ impl Turns {
     }
 
     /// Registers the words at the first call, and tests them.
-    fn tested(&self) -> &std::result::Result<Registered, String> {
+    fn tested(&self) -> &std::result::Result<Tested, String> {
         let _one = lock(&self.pairing);
         self.streams.get_or_init(|| test(&self.device, &self.words).map_err(|error| error.in_full()))
     }
@@ -290,7 +290,7 @@ impl Turns {
     /// # Errors
     /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost); [`Error::Driver`].
     pub(super) fn wait_on(&self, stream: &Stream, turn: u64, limit: Duration) -> Result<bool> {
-        let Ok(registered) = self.tested() else { return Ok(false) };
+        let Ok([registered, _]) = self.tested() else { return Ok(false) };
         let index = ready_word(turn);
         if self.waits.expect(index, turn, limit)? {
             stream.enqueue(&[registered.wait(index, turn)])?;
@@ -308,7 +308,7 @@ impl Turns {
         // A publisher lets a subscriber have fewer buffers than there are words.
         let is_free = turn.checked_sub(TURNS as u64).is_none_or(|earlier| has_come(&self.words, index, earlier));
         match self.tested() {
-            Ok(registered) if is_free => {
+            Ok([registered, _]) if is_free => {
                 let operation: Operation = registered.write(index, turn);
                 stream.enqueue(&[operation])?;
                 Ok(Some(turn))

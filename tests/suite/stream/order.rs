@@ -25,6 +25,7 @@ cases! {
     timelines_order_streams,
     timelines_survive_a_lost_peer,
     timelines_refuse_wrong_use,
+    timelines_open_at_the_same_time,
     subscribers_wait_for_the_publishers_stream,
     cpus_wait_for_the_publishers_stream,
     buffers_wait_for_their_readers,
@@ -196,6 +197,23 @@ fn timelines_refuse_wrong_use(subject: Subject) {
         fake.set("FAKECUDA_ATTRIBUTE", "122:0");
         let unordered = Timeline::create(&device);
         assert!(matches!(unordered, Err(Error::Device(DeviceError::Unordered { .. }))), "{unordered:?}");
+    }
+}
+
+fn timelines_open_at_the_same_time(subject: Subject) {
+    let device = subject.device();
+    let timeline = Timeline::create(&device).unwrap();
+    for _ in 0..20 {
+        let start = std::sync::Barrier::new(4);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    start.wait();
+                    let file = timeline.as_fd().try_clone_to_owned().unwrap();
+                    drop(Timeline::open(file, Some(&device)).unwrap());
+                });
+            }
+        });
     }
 }
 
