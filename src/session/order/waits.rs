@@ -162,7 +162,11 @@ impl Waits {
             Completion::Lost => return Err(self.loss()),
             Completion::Pending => {}
         }
-        let mut state = lock(&self.state);
+        let state = &mut *lock(&self.state);
+        // The thread does it only at the first deadline.
+        if state.awaited.len() == state.awaited.capacity() {
+            self.settle(state);
+        }
         let now = Instant::now();
         let deadline = now.checked_add(limit).unwrap_or_else(|| crate::channel::deadline_after(limit));
         state.awaited.push(Awaited { index, value, deadline, limit });
@@ -321,5 +325,29 @@ impl Drop for Waits {
         for (fd, token) in state.peers.drain(..) {
             self.watcher.remove(token, fd.as_fd());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn waits() -> Arc<Waits> {
+        let (words, _) = Words::create(NonZeroUsize::new(4096).unwrap()).unwrap();
+        Waits::new(Arc::new(words), 8..9).unwrap()
+    }
+
+    #[test]
+    fn waits_that_are_over_need_no_memory() {
+        let waits = waits();
+        for value in 1..10_000 {
+            assert!(waits.expect(8, value, LIMIT).unwrap());
+            waits.word(8).store(value, Ordering::Release);
+        }
+        assert!(lock(&waits.state).awaited.capacity() < 10);
     }
 }
