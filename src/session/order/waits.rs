@@ -59,7 +59,7 @@ struct State {
     is_gone: bool,
     /// When the thread looks at the deadlines.
     next: Option<Instant>,
-    notices: Vec<Notice>,
+    notice: Option<Notice>,
 }
 
 /// To be called once a value is reached or lost.
@@ -95,7 +95,7 @@ impl Waits {
             peers: Vec::new(),
             is_gone: false,
             next: None,
-            notices: Vec::new(),
+            notice: None,
         };
         let state = Mutex::new(state);
         let waits = Arc::new_cyclic(|me: &Weak<Self>| Self { words, watched, watcher, state, me: me.clone() });
@@ -188,9 +188,9 @@ impl Waits {
         }
     }
 
-    /// Lets the thread call `call` soon after a value is reached or lost. `call` must not block.
+    /// Lets the thread call `call` soon after a value is reached or lost, in place of an earlier `call`. It must not block.
     pub(crate) fn notify(&self, index: usize, value: u64, call: Box<dyn FnOnce() + Send>) {
-        lock(&self.state).notices.push(Notice { index, value, call });
+        lock(&self.state).notice = Some(Notice { index, value, call });
         self.watcher.wake();
     }
 
@@ -223,16 +223,15 @@ impl Waits {
         self.watcher.wake();
     }
 
-    /// Returns whether notices remain.
+    /// Returns whether a notice remains.
     fn give_notice(&self, state: &mut State) -> bool {
-        for at in (0..state.notices.len()).rev() {
-            let Notice { index, value, .. } = state.notices[at];
-            self.confirm(state, index);
-            if self.is_lost() || has_reached(state.confirmed[index - self.watched.start], value) {
-                (state.notices.swap_remove(at).call)();
-            }
+        let Some(Notice { index, value, .. }) = state.notice else { return false };
+        self.confirm(state, index);
+        let is_due = self.is_lost() || has_reached(state.confirmed[index - self.watched.start], value);
+        if is_due && let Some(notice) = state.notice.take() {
+            (notice.call)();
         }
-        !state.notices.is_empty()
+        !is_due
     }
 
     fn store_released(&self) {
@@ -349,5 +348,18 @@ mod tests {
             waits.word(8).store(value, Ordering::Release);
         }
         assert!(lock(&waits.state).awaited.capacity() < 10);
+    }
+
+    #[test]
+    fn one_notice_is_given() {
+        let (waits, (send, called)) = (waits(), std::sync::mpsc::channel());
+        for _ in 0..3 {
+            let send = send.clone();
+            waits.notify(8, 1, Box::new(move || send.send(()).unwrap()));
+        }
+        waits.word(8).store(1, Ordering::Release);
+        called.recv_timeout(LIMIT).unwrap();
+        drop(send);
+        called.recv_timeout(LIMIT).unwrap_err();
     }
 }
