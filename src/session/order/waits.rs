@@ -196,7 +196,8 @@ impl Waits {
 
     /// The error of lost work, unless the peer has ended.
     pub(crate) fn late(&self) -> Option<Error> {
-        let is_late = matches!(lock(&self.state).loss, Some(Loss::Late { .. } | Loss::Released));
+        // The peer can release the words too.
+        let is_late = self.is_lost() && lock(&self.state).loss != Some(Loss::Gone);
         is_late.then(|| self.loss())
     }
 
@@ -361,5 +362,13 @@ mod tests {
         called.recv_timeout(LIMIT).unwrap();
         drop(send);
         called.recv_timeout(LIMIT).unwrap_err();
+    }
+
+    #[test]
+    fn release_by_a_peer_is_reported() {
+        let waits = waits();
+        assert!(waits.late().is_none());
+        waits.word(LOST).store(1, Ordering::Release);
+        assert!(waits.late().is_some());
     }
 }
