@@ -22,7 +22,7 @@ use super::{
     event::{Event, Usage},
     format::FormatRecord,
     ledger::{Ledger, Limits},
-    member::{Member, Stage},
+    member::{Member, POLL, Stage},
     options::PublishOptions,
     space::padded,
     turns::PublisherTurns,
@@ -102,6 +102,14 @@ pub(super) struct State {
     is_short: bool,
 }
 
+impl State {
+    /// Whether buffers return once streams have finished with them, which wakes nobody.
+    fn awaits_streams(&self) -> bool {
+        let ledger = &self.desk.ledger;
+        !ledger.is_written() || self.members.keys().any(|id| ledger.is_finishing(*id))
+    }
+}
+
 /// The state that is not about one connection.
 #[derive(Debug)]
 pub(super) struct Desk {
@@ -116,6 +124,8 @@ pub(super) struct Desk {
     pub(super) is_finished: bool,
     /// Whether `members` has connections of [`Stage::Gone`].
     pub(super) has_gone: bool,
+    /// Whether streams have finished with buffers.
+    pub(super) has_freed: bool,
 }
 
 /// The record of a publication, the same for every subscriber.
@@ -177,6 +187,7 @@ impl Hub {
             sender: None,
             is_finished: false,
             has_gone: false,
+            has_freed: false,
         };
         let (members, listener, paused_until) = (BTreeMap::new(), None, None);
         let doors = Vec::new();
@@ -264,6 +275,7 @@ impl Hub {
 
     /// Removes closed connections, and wakes waiting threads. Call it before the lock is released.
     pub(super) fn settle(&self, state: &mut State) {
+        state.desk.has_freed = false;
         if std::mem::take(&mut state.desk.has_gone) {
             state.members.retain(|_, member| {
                 let is_gone = matches!(member.stage, Stage::Gone);
@@ -338,7 +350,7 @@ impl Hub {
     /// Takes back what the publisher's streams have written by now.
     pub(super) fn note_written(&self, desk: &mut Desk) {
         if let Some(turns) = self.turns.as_ref().filter(|_| !desk.ledger.is_written()) {
-            desk.ledger.written(|turn| turns.is_written(turn));
+            desk.has_freed |= desk.ledger.written(|turn| turns.is_written(turn));
         }
     }
 
@@ -403,8 +415,7 @@ impl Hub {
             } else {
                 state.is_awaited = true;
                 // A stream that finishes with a buffer wakes nobody.
-                let polls = !state.desk.ledger.is_written()
-                    || state.members.keys().any(|id| state.desk.ledger.is_finishing(*id));
+                let polls = state.awaits_streams();
                 drop(state);
                 let waited = match polls {
                     true if now < begun + SLEEP => {
@@ -432,6 +443,9 @@ impl Hub {
         let found = attempt(state);
         self.settle(state);
         state.is_short = found.is_none();
+        if state.is_short && state.awaits_streams() {
+            self.watcher.wake();
+        }
         found
     }
 
@@ -514,9 +528,15 @@ impl Source for Hub {
         if next.is_some_and(|until| until <= now) {
             (state.paused_until, next) = (None, self.resume_listener(state));
         }
+        // A program that waits for the publisher's descriptor does not look itself.
+        let polls = state.is_short && state.awaits_streams();
+        if polls {
+            self.note_written(&mut state.desk);
+            state.members.values_mut().for_each(|member| member.take_finished(&mut state.desk));
+        }
         let ticks = state.members.values_mut().filter_map(|member| member.tick(now, &mut state.desk, self));
-        let next = ticks.chain(next).min();
-        if state.desk.has_gone || state.desk.has_news {
+        let next = ticks.chain(next).chain(polls.then(|| now + POLL)).min();
+        if state.desk.has_gone || state.desk.has_news || state.desk.has_freed {
             self.settle(state);
         }
         next

@@ -289,8 +289,9 @@ impl<T: Default> Ledger<T> {
         self.members.get(&id).is_some_and(|member| member.given.iter().any(|given| given.finishing.is_some()))
     }
 
-    /// Notes publications that the publisher's streams have written.
-    pub(super) fn written(&mut self, has_come: impl Fn(u64) -> bool) {
+    /// Notes publications that the publisher's streams have written. Returns whether there was any.
+    pub(super) fn written(&mut self, has_come: impl Fn(u64) -> bool) -> bool {
+        let before = self.unwritten.len();
         for at in (0..self.unwritten.len()).rev() {
             let (slot, turn) = self.unwritten[at];
             if has_come(turn) {
@@ -298,6 +299,7 @@ impl<T: Default> Ledger<T> {
                 self.release(slot);
             }
         }
+        self.unwritten.len() < before
     }
 
     /// Whether all publications are written.

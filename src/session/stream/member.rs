@@ -43,7 +43,7 @@ const MAX_LATE: usize = MAX_HELD as usize + 2;
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How often the thread looks at words.
-const POLL: Duration = Duration::from_millis(1);
+pub(super) const POLL: Duration = Duration::from_millis(1);
 
 /// One connection.
 #[derive(Debug)]
@@ -228,9 +228,10 @@ impl Member {
     }
 
     /// Takes back the buffers that the subscriber's streams have finished with.
-    fn take_finished(&mut self, desk: &mut Desk) {
+    pub(super) fn take_finished(&mut self, desk: &mut Desk) {
         let Some(words) = &self.words else { return };
         if desk.ledger.finished(self.id, |turn| words.is_finished(turn)) {
+            desk.has_freed = true;
             self.stalled = self.stalled.map(|_| Instant::now());
             if matches!(self.stage, Stage::Former) && desk.ledger.holds(self.id).0 == 0 {
                 self.vanish(desk);

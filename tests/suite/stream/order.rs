@@ -30,6 +30,7 @@ cases! {
     cpus_wait_for_the_publishers_stream,
     buffers_wait_for_their_readers,
     unwritten_buffers_are_not_lent,
+    publishers_descriptor_shows_finished_work,
     late_publisher_is_lost,
     dead_publisher_is_lost,
     late_joiner_gets_what_is_written,
@@ -310,6 +311,37 @@ fn unwritten_buffers_are_not_lent(subject: Subject) {
         Ok(())
     );
     stage.until_free(3);
+}
+
+/// Neither the publisher's streams nor a subscriber's wake a program that waits for the descriptor: the library's thread does.
+fn publishers_descriptor_shows_finished_work(subject: Subject) {
+    let bench = Bench::new(&subject);
+    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 3).every(LIMIT));
+    let [writer, reader] = [bench.held_back(1), bench.stream()];
+    let is_readable = |limit: Duration| {
+        let mut fds = [PollFd::new(stage.publisher.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::try_from(limit).unwrap()).unwrap() == 1
+    };
+    let loan = || {
+        while stage.publisher.event().is_some() {}
+        stage.publisher.try_loan().unwrap()
+    };
+    for byte in 1..=3 {
+        bench.publish(&stage, &writer, byte);
+    }
+    eventually("quiet", || loan().is_none() && !is_readable(SHORT));
+    bench.open();
+    assert!(is_readable(LIMIT / 6), "written buffers");
+    let subscriber = stage.join(&subject, SubscribeOptions::default().policy(Policy::Every));
+    bench.publish(&stage, &writer, 4);
+    let sample = take_on(&subscriber, &reader);
+    bench.hold(&reader, 2);
+    drop(sample);
+    bench.publish(&stage, &writer, 5);
+    eventually("quiet", || loan().is_none() && !is_readable(SHORT));
+    bench.open();
+    assert!(is_readable(LIMIT / 6), "a finished reader");
+    assert!(loan().is_some());
 }
 
 fn late_publisher_is_lost(subject: Subject) {

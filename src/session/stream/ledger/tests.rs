@@ -95,7 +95,7 @@ impl Model {
                 }
             }
             Step::Flush(index) => self.flush(index),
-            Step::Written(turn) => self.ledger.written(|other| other == turn),
+            Step::Written(turn) => assert!(self.ledger.written(|other| other == turn)),
             Step::Finished(index, number) => {
                 assert!(self.ledger.finished(index as u64, |turn| turn == number));
                 self.given[index].remove(&number);
