@@ -348,6 +348,8 @@ impl Member {
             if let (Some(turn), Some(words), Some(own)) = (publication.turn, &self.words, &hub.turns)
                 && !words.covers(turn, own)
             {
+                // The subscriber can't hurry the publisher's streams.
+                self.stalled = None;
                 self.retry = Some(Instant::now() + POLL);
                 hub.watcher.wake();
                 return Ok(());

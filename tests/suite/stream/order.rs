@@ -31,6 +31,7 @@ cases! {
     buffers_wait_for_their_readers,
     unwritten_buffers_are_not_lent,
     publishers_descriptor_shows_finished_work,
+    slow_publisher_evicts_nobody,
     late_publisher_is_lost,
     dead_publisher_is_lost,
     late_joiner_gets_what_is_written,
@@ -342,6 +343,18 @@ fn publishers_descriptor_shows_finished_work(subject: Subject) {
     bench.open();
     assert!(is_readable(LIMIT / 6), "a finished reader");
     assert!(loan().is_some());
+}
+
+/// A subscriber's time does not run while a buffer that waits for it is not written.
+fn slow_publisher_evicts_nobody(subject: Subject) {
+    let bench = Bench::new(&subject);
+    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 6).history(1).every(SHORT));
+    let writer = bench.held_back(1);
+    bench.publish(&stage, &writer, 1);
+    let joined = stage.join(&subject, SubscribeOptions::default().policy(Policy::Every).history(1));
+    thread::sleep(4 * SHORT);
+    bench.open();
+    assert_eq!(bytes_of(&take(&joined)), [1; 16]);
 }
 
 fn late_publisher_is_lost(subject: Subject) {
