@@ -52,7 +52,7 @@ pub(crate) trait Source: Send + Sync {
 pub(crate) struct Watcher {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
-    creator: ProcessIdentity,
+    pub(crate) creator: ProcessIdentity,
 }
 
 struct Shared {
@@ -146,8 +146,12 @@ impl Watcher {
         }
     }
 
-    /// Stops watching a descriptor, which is still open. A copy of it in a fork would otherwise be watched for ever.
+    /// Stops watching a descriptor, which is still open. A copy of it in a fork would otherwise be watched for ever. Does nothing in a
+    /// fork, which shares the epoll instance with its parent.
     pub(crate) fn remove(&self, token: Token, fd: BorrowedFd<'_>) {
+        if !self.creator.is_current() {
+            return;
+        }
         self.shared.sources().watched.remove(&token.0);
         let _ = self.shared.epoll.delete(fd);
     }

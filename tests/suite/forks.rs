@@ -6,6 +6,7 @@
 use std::{
     io::{self},
     mem::ManuallyDrop,
+    os::{fd::AsFd, unix::net::UnixStream},
     process, ptr,
 };
 
@@ -17,6 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
     broker::{Server, ServerConfig},
     channel::{CancelReason, Trust, connect},
+    session::order::{Completion, Timeline},
 };
 
 use crate::{
@@ -55,6 +57,26 @@ fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: im
 
 fn is_forked<T>(answer: &vmmfd::Result<T>) -> bool {
     matches!(answer, Err(Error::Forked { .. }))
+}
+
+/// A fork shares its parent's epoll instance.
+#[test]
+fn fork_leaves_its_parents_timelines() {
+    let driver_of_a_fake = fake_driver();
+    let device = Device::find(&driver_of_a_fake.1, Selector::default()).unwrap();
+    let timeline = Timeline::create(&device).unwrap();
+    let opened = || Timeline::open(timeline.as_fd().try_clone_to_owned().unwrap(), None).unwrap();
+    let (watched, peer) = (ManuallyDrop::new(opened()), UnixStream::pair().unwrap());
+    watched.release_with(peer.0.try_clone().unwrap().into()).unwrap();
+    in_short_fork(|| {
+        let is_refused = is_forked(&watched.release_with(peer.0.try_clone().unwrap().into()));
+        // SAFETY: the fork drops its own copy of the value, once.
+        drop(unsafe { ptr::read(&*watched) });
+        is_refused
+    });
+    drop(peer.1);
+    wait_for("a release", || watched.completion(1) == Completion::Lost);
+    drop(ManuallyDrop::into_inner(watched));
 }
 
 /// The counts are in a page that a fork shares with its parent.

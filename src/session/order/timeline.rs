@@ -187,7 +187,7 @@ impl Timeline {
     /// Releases the waits when a peer's process ends (its pidfd), or closes its end of a connection (a socket).
     ///
     /// # Errors
-    /// [`Error::System`]: see epoll_ctl(2), pidfd_open(2).
+    /// [`Error::Forked`] in a fork; [`Error::System`]: see epoll_ctl(2), pidfd_open(2).
     pub fn release_with(&self, peer: OwnedFd) -> Result<()> {
         self.waits.release_with(peer)
     }

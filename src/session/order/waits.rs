@@ -106,8 +106,9 @@ impl Waits {
     /// Releases the waits when the peer's process ends (its pidfd) or closes the connection (its socket).
     ///
     /// # Errors
-    /// [`Error::System`].
+    /// [`Error::Forked`] in a fork, which has no such thread; [`Error::System`].
     pub(crate) fn release_with(&self, peer: OwnedFd) -> Result<()> {
+        self.watcher.creator.check()?;
         let mut state = lock(&self.state);
         let source: Weak<dyn Source> = self.me.clone();
         let key = state.peers.len() as u64;
