@@ -63,6 +63,8 @@ struct Streams {
     unusable: Option<String>,
     /// By the subscriber's number.
     subscribers: BTreeMap<u64, Registered>,
+    /// Those for which no turn was enqueued yet.
+    added: Vec<u64>,
     former: Vec<Registered>,
     last: u64,
 }
@@ -138,7 +140,6 @@ impl PublisherTurns {
         if streams.former.len() > MAX_FORMER {
             streams.former.clear();
         }
-        let mut added = Vec::new();
         for (id, words) in present {
             if streams.subscribers.contains_key(&id) {
                 continue;
@@ -146,7 +147,7 @@ impl PublisherTurns {
             match self.device.driver().register(self.device.ordinal(), words) {
                 Ok(registered) => {
                     streams.subscribers.insert(id, registered);
-                    added.push(id);
+                    streams.added.push(id);
                 }
                 // It receives each publication once it is written.
                 Err(error) => tracing::warn!(error = error.in_full(), "can't order GPU work with a subscriber"),
@@ -162,8 +163,9 @@ impl PublisherTurns {
         operations.extend(all.map(|registered| registered.write(ready_word(turn), turn)));
         stream.enqueue(&operations)?;
         streams.last = turn;
-        if !added.is_empty() {
-            hub.begin_turns(&mut hub.lock(), &added, turn);
+        if !streams.added.is_empty() {
+            hub.begin_turns(&mut hub.lock(), &streams.added, turn);
+            streams.added.clear();
         }
         Ok(Some(turn))
     }

@@ -456,8 +456,13 @@ fn captures_are_refused(subject: Subject) {
         misused(subscriber.receive_on(&stream, LIMIT).map(drop), "being captured");
     });
     stage.until_free(4);
-    bench.publish(&stage, &stream, 1);
-    assert_eq!(bytes_of(&take_on(&subscriber, &stream)), [1; 16]);
+    let writer = bench.held_back(1);
+    bench.publish(&stage, &writer, 1);
+    // The refused publication was the first after the join.
+    let sample = subscriber.receive_on(&stream, SHORT * 20).unwrap().sample().unwrap();
+    assert_eq!(sample.completion(), Completion::Pending);
+    bench.open();
+    assert_eq!(bytes_of(&sample), [1; 16]);
 }
 
 /// Each failing call is reported, or replaced by the order of the CPU.
