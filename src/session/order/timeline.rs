@@ -173,7 +173,7 @@ impl Timeline {
         self.waits.completion(VALUE, value)
     }
 
-    /// The value now; after a release the largest number.
+    /// The value now; after a release usually 2^63 - 1.
     pub fn value(&self) -> u64 {
         self.words.get()[VALUE].load(Ordering::Acquire)
     }

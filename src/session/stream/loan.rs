@@ -13,7 +13,8 @@ use crate::{
 
 /// A buffer of the pool that this process may write to, until it publishes or drops the buffer. It may move to another thread.
 ///
-/// It contains the bytes of an earlier publication. [`Region::size`] is the size of the buffer.
+/// It contains the bytes of an earlier publication. [`Region::size`] is the size of the buffer. Dropping it, or a call that fails to publish
+/// it, frees the buffer at once: wait for GPU work on the buffer first.
 pub struct Loan {
     hub: Arc<Hub>,
     /// `None` once it is published.

@@ -125,8 +125,8 @@ impl Publisher {
         Ok(())
     }
 
-    /// Takes a free buffer, and waits for one at most this long. It waits only for this process's own loans, for subscribers with
-    /// [`Policy::Every`](super::Policy::Every), and, if the sizes vary, for room.
+    /// Takes a free buffer, and waits for one at most this long. It waits only for this process's own loans and the streams of its
+    /// publications, for subscribers with [`Policy::Every`](super::Policy::Every), and, if the sizes vary, for room.
     ///
     /// # Errors
     /// [`PeerError::Starved`] after the limit, with the holders; [`Error::Misuse`] if the sizes vary; [`Error::Interrupted`];
@@ -232,8 +232,8 @@ impl Publisher {
         PublisherStats { published: ledger.published(), free: ledger.free(), subscribers: Hub::usage(state) }
     }
 
-    /// Whether streams order the publications of [`Loan::publish_on`], or why each waits for its stream on the CPU. Does not block. Before the
-    /// first publication on a stream, it is the device's claim.
+    /// Whether streams order the publications of [`Loan::publish_on`], or why each waits for its stream on the CPU. Waits while another thread
+    /// calls `publish_on`. Before the first publication on a stream, it is the device's claim.
     pub fn order(&self) -> Order {
         match &self.hub.turns {
             Some(turns) => turns.current_order(),

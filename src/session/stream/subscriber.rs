@@ -56,7 +56,8 @@ const MAX_LATE: usize = 16;
 
 /// Receives buffers of a [`Publisher`](super::Publisher).
 ///
-/// All methods may be called from any thread. It needs no thread of its own: a call reads the connection itself.
+/// All methods may be called from any thread. A call reads the connection itself. The library's thread only releases streams that wait for a
+/// publisher which is dead or late.
 #[derive(Debug)]
 pub struct Subscriber {
     connection: Arc<Connection>,
