@@ -80,6 +80,32 @@ pub(crate) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
     }
 }
 
+/// Seals memory permanently against holes and further writable mappings; those that exist remain. Does not block.
+///
+/// `F_SEAL_FUTURE_WRITE` exists since Linux 5.1. On an older kernel nothing prevents holes.
+///
+/// # Errors
+/// EPERM if the seals are final; see fcntl(2).
+pub(crate) fn seal_mapping(memfd: &OwnedFd) -> nix::Result<()> {
+    match add_seals(memfd, SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SEAL) {
+        Err(Errno::EINVAL) => add_seals(memfd, SealFlag::F_SEAL_SEAL),
+        result => result,
+    }
+}
+
+/// The seals of a memfd.
+///
+/// # Errors
+/// As for [`inspect`].
+pub(crate) fn seals(fd: BorrowedFd<'_>) -> Result<SealFlag, (u32, io::Error)> {
+    match fcntl(fd, FcntlArg::F_GET_SEALS) {
+        Ok(seals) => Ok(SealFlag::from_bits_retain(seals)),
+        // EINVAL: a pipe, a socket, a device or a file on disk. EBADF: opened with O_PATH.
+        Err(Errno::EINVAL | Errno::EBADF) => Err((code::UNKNOWN, io::Error::other("the descriptor is not of a memfd"))),
+        Err(errno) => Err((code::OPERATING_SYSTEM, errno.into())),
+    }
+}
+
 /// Checks that a descriptor is a memfd of `size` bytes that its owner can no longer shrink. Returns whether it is sealed against writing.
 ///
 /// The seals must be final (`F_SEAL_SEAL`), so that the results of this check stay true. If the owner later added a seal against
@@ -95,12 +121,7 @@ pub(crate) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
 pub(crate) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::Error)> {
     let system = |errno: Errno| (code::OPERATING_SYSTEM, io::Error::from(errno));
     let unfit = |reason: String| Err((code::UNKNOWN, io::Error::other(reason)));
-    let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {
-        Ok(seals) => SealFlag::from_bits_retain(seals),
-        // EINVAL: a pipe, a socket, a device or a file on disk. EBADF: opened with O_PATH.
-        Err(Errno::EINVAL | Errno::EBADF) => return unfit("the descriptor is not of a memfd".to_owned()),
-        Err(errno) => return Err(system(errno)),
-    };
+    let seals = seals(fd)?;
     if fstatfs(fd).map_err(system)?.filesystem_type() == HUGETLBFS_MAGIC {
         let reason = "the memory has huge pages (MFD_HUGETLB), which are not supported: use ordinary pages";
         return unfit(reason.to_owned());

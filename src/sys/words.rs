@@ -4,7 +4,7 @@ use std::{
     ffi::CStr,
     io,
     num::NonZeroUsize,
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     ptr::NonNull,
     slice,
     sync::atomic::AtomicU64,
@@ -36,10 +36,32 @@ impl Words {
     /// # Errors
     /// See memfd_create(2), mmap(2).
     pub(crate) fn create(name: &CStr, size: NonZeroUsize) -> io::Result<(Self, OwnedFd)> {
-        let file = memfd::create(name, size.get() as u64)?;
+        let (words, file) = Self::create_for_one(name, size)?;
         memfd::add_seals(&file, SealFlag::F_SEAL_SEAL)?;
+        Ok((words, file))
+    }
+
+    /// Like [`Words::create`], for one other process, which seals them: see [`Words::open_alone`].
+    pub(crate) fn create_for_one(name: &CStr, size: NonZeroUsize) -> io::Result<(Self, OwnedFd)> {
+        let file = memfd::create(name, size.get() as u64)?;
         let words = Self::map(&file, size)?;
         Ok((words, file))
+    }
+
+    /// Maps words that another process created for this process alone, and seals them: no further process can map them, and nobody can
+    /// punch holes. A device that has registered a page does not see what its CPU then stores into the hole.
+    ///
+    /// # Errors
+    /// As for [`Words::open`], also if the seals were final before.
+    pub(crate) fn open_alone(file: &OwnedFd, size: NonZeroUsize) -> io::Result<Self> {
+        let unfit = |reason| io::Error::new(io::ErrorKind::InvalidData, reason);
+        memfd::seals(file.as_fd()).map_err(|(_, reason)| unfit(reason))?;
+        let words = Self::map(file, size)?;
+        memfd::seal_mapping(file).map_err(|errno| unfit(errno.into()))?;
+        match memfd::inspect(file.as_fd(), size.get() as u64) {
+            Ok(_) => Ok(words),
+            Err((_, reason)) => Err(unfit(reason)),
+        }
     }
 
     /// Maps another process's words.
@@ -54,7 +76,7 @@ impl Words {
         }
     }
 
-    fn map(file: impl std::os::fd::AsFd, size: NonZeroUsize) -> io::Result<Self> {
+    fn map(file: impl AsFd, size: NonZeroUsize) -> io::Result<Self> {
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: the kernel chooses the address, so the mapping replaces no other.
         let start = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file, 0) };
@@ -81,5 +103,27 @@ impl Drop for Words {
     fn drop(&mut self) {
         // SAFETY: `map` mapped it, and nothing refers to it any more.
         let _ = unsafe { munmap(self.start.cast(), self.size.get()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use nix::fcntl::{FallocateFlags, fallocate};
+
+    use super::*;
+
+    const SIZE: NonZeroUsize = NonZeroUsize::new(8192).unwrap();
+
+    #[test]
+    fn nobody_punches_holes() {
+        let (own, file) = Words::create_for_one(SIZE).unwrap();
+        let other = Words::open_alone(&file, SIZE).unwrap();
+        other.get()[1].store(7, Ordering::Release);
+        let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        assert_eq!(fallocate(&file, punch, 0, 8192), Err(Errno::EPERM));
+        assert_eq!(own.get()[1].load(Ordering::Acquire), 7);
+        assert_eq!(Words::open_alone(&file, SIZE).unwrap_err().raw_os_error(), Some(nix::libc::EPERM));
     }
 }

@@ -8,7 +8,7 @@ use std::{
     collections::BTreeMap,
     num::NonZeroUsize,
     ops::Range,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -182,8 +182,8 @@ impl SubscriberWords {
     /// # Errors
     /// [`Error::System`].
     pub(super) fn create() -> Result<(Self, OwnedFd)> {
-        let (words, file) =
-            Words::create(c"vmmfd-words", SIZE).map_err(|error| Error::system("create a subscriber's words", error))?;
+        let created = Words::create_for_one(c"vmmfd-words", SIZE);
+        let (words, file) = created.map_err(|error| Error::system("create a subscriber's words", error))?;
         Ok((Self { words: Arc::new(words), first: None }, file))
     }
 
@@ -232,7 +232,7 @@ impl Turns {
     /// # Errors
     /// [`ProtocolError::Content`]; [`Error::System`].
     pub(super) fn open(file: &OwnedFd, device: &Device) -> Result<Self> {
-        let words = Words::open(file.as_fd(), SIZE).map_err(|error| match error.kind() {
+        let words = Words::open_alone(file, SIZE).map_err(|error| match error.kind() {
             std::io::ErrorKind::InvalidData => ProtocolError::Content(format!("the words of a stream: {error}")).into(),
             _ => Error::system("map the words of a stream", error),
         })?;

@@ -1,8 +1,12 @@
 //! Peers that break the protocol, by hand.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+    unistd::ftruncate,
+};
 use vmmfd::{
     channel::{Cancel, Channel},
     driver::Access,
@@ -356,7 +360,14 @@ fn wrong_words_are_refused(subject: Subject) {
     let (_, chunks) = memory.chunks(0..8192).unwrap().unwrap();
     let unsealed = std::fs::File::from(memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC).unwrap());
     unsealed.set_len(8192).unwrap();
-    for wrong in [OwnedFd::from(reader), chunks[0].as_fd().try_clone_to_owned().unwrap(), unsealed.into()] {
+    // With final seals, this side can't prevent holes.
+    let is_final = memfd_create(c"final", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    ftruncate(&is_final, 8192).unwrap();
+    fallocate(&is_final, FallocateFlags::empty(), 0, 8192).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&is_final, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    let wrongs = [reader.into(), chunks[0].as_fd().try_clone_to_owned().unwrap(), unsealed.into(), is_final];
+    for wrong in wrongs {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = listening(&path, 1);
