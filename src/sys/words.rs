@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn nobody_punches_holes() {
-        let (own, file) = Words::create_for_one(SIZE).unwrap();
+        let (own, file) = Words::create_for_one(c"vmmfd-words", SIZE).unwrap();
         let other = Words::open_alone(&file, SIZE).unwrap();
         other.get()[1].store(7, Ordering::Release);
         let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;

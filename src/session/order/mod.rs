@@ -81,7 +81,8 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Tested> {
     if device.attribute(Attribute::StreamMemoryOperations)? == 0 {
         return unordered(format!("{device} has no stream memory operations (attribute 122)"));
     }
-    let (own, _) = Words::create(PAGE).map_err(|error| Error::system("create the words of a test", error))?;
+    let (own, _) =
+        Words::create(c"vmmfd-words", PAGE).map_err(|error| Error::system("create the words of a test", error))?;
     let own = Arc::new(own);
     let registered = device.driver().register(device.ordinal(), Arc::clone(&own))?;
     let stream = device.driver().create_stream(device.ordinal())?;

@@ -338,7 +338,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     fn waits() -> Arc<Waits> {
-        let (words, _) = Words::create(NonZeroUsize::new(4096).unwrap()).unwrap();
+        let (words, _) = Words::create(c"vmmfd-words", NonZeroUsize::new(4096).unwrap()).unwrap();
         Waits::new(Arc::new(words), 8..9).unwrap()
     }
 
