@@ -354,7 +354,7 @@ def test_wrong_streams(stream: Any, kind: type[Exception], sentence: str) -> Non
     assert type(caught.value) is kind and "\n" not in str(caught.value)
 
 
-def test_wrong_use(publisher: vmmfd.Publisher) -> None:
+def test_wrong_use(publisher: vmmfd.Publisher, tmp_path: Path) -> None:
     timeline, stream = vmmfd.Timeline(), Stream()
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: vmmfd.Timeline(backend="host"), vmmfd.Unsupported, "."),
@@ -375,7 +375,7 @@ def test_wrong_use(publisher: vmmfd.Publisher) -> None:
         with pytest.raises(kind, match=sentence):
             call()
     timeline.close()
-    with vmmfd.publish(size=64, count=8, backend="host", topic=None, path=socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)[0]) as host:
+    with vmmfd.publish(tmp_path / "host", size=64, count=8, backend="host") as host:
         assert host.order.kind == "cpu" and "no stream memory operations" in str(host.order.reason)
         with pytest.raises(vmmfd.Unsupported):
             host.loan().publish(stream=1)

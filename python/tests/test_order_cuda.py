@@ -135,6 +135,10 @@ def test_killed_publisher_releases_streams(tmp_path: Path, child: Callable[..., 
     path = str(tmp_path / "stream")
     other = child(HELD, path)
     stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # CUDA loads a kernel at its first launch, and that blocks while a stream waits.
+        for _ in range(2):
+            assert int(torch.ones(SIZE, dtype=torch.int32, device="cuda").sum()) == SIZE
     with subscribe(path) as subscriber:
         other.wait_for()
         whole, torn = (subscriber.receive(LIMIT, stream=stream) for _ in range(2))
