@@ -1,5 +1,7 @@
 //! The state of a publisher, shared by its threads, its loans and the library's thread.
 
+mod desk;
+
 use std::{
     any::Any,
     collections::{BTreeMap, VecDeque},
@@ -18,9 +20,9 @@ use nix::{
     },
 };
 
+pub(super) use self::desk::Desk;
 use super::{
     event::{Event, Usage},
-    format::FormatRecord,
     ledger::{Ledger, Limits},
     member::{Member, POLL, Stage},
     options::PublishOptions,
@@ -39,9 +41,6 @@ use crate::{
     sys::{Words, epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
-
-/// The most events that wait for the program. Beyond it, the oldest is dropped.
-const MAX_EVENTS: usize = 1024;
 
 /// How long no connection is accepted after a failure.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -107,43 +106,6 @@ impl State {
     fn awaits_streams(&self) -> bool {
         let ledger = &self.desk.ledger;
         !ledger.is_written() || self.members.keys().any(|id| ledger.is_finishing(*id))
-    }
-}
-
-/// The state that is not about one connection.
-#[derive(Debug)]
-pub(super) struct Desk {
-    pub(super) ledger: Ledger<Publication>,
-    pub(super) format: Option<Arc<FormatRecord>>,
-    events: VecDeque<Event>,
-    has_news: bool,
-    /// The last received record.
-    pub(super) incoming: Vec<u8>,
-    /// The process that sent it, if it is known.
-    pub(super) sender: Option<crate::channel::Peer>,
-    pub(super) is_finished: bool,
-    /// Whether `members` has connections of [`Stage::Gone`].
-    pub(super) has_gone: bool,
-    /// Whether streams have finished with buffers.
-    pub(super) has_freed: bool,
-}
-
-/// The record of a publication, the same for every subscriber.
-#[derive(Debug, Default)]
-pub(super) struct Publication {
-    pub(super) record: Vec<u8>,
-    /// The turn after which a stream has written it, unless it was written before.
-    pub(super) turn: Option<u64>,
-    pub(super) format: Option<Arc<FormatRecord>>,
-}
-
-impl Desk {
-    pub(super) fn report(&mut self, event: Event) {
-        if self.events.len() == MAX_EVENTS {
-            self.events.pop_front();
-        }
-        self.events.push_back(event);
-        self.has_news = true;
     }
 }
 

@@ -1,5 +1,7 @@
 //! The publisher's side of one connection, from the accept to the exit of its process.
 
+mod leaving;
+
 use std::{
     io,
     os::fd::AsFd,
@@ -9,13 +11,13 @@ use std::{
 
 use nix::sys::epoll::{EpollEvent, EpollFlags};
 
+use self::leaving::GRACE;
 use super::{
     connection::Identity,
     event::{Event, SubscriberInfo},
     format::{Format, FormatRecord},
     hub::{Desk, Hub},
     joining::{Progress, unsent},
-    ledger::Tally,
     options::Policy,
     turns::SubscriberWords,
 };
@@ -23,21 +25,15 @@ use crate::{
     channel::record::{Arrival, Next, RecordSocket, is_gone, peek, peek_unsigned},
     error::{Error, PeerError, ProtocolError, Result},
     session::{
-        link::{code_for, unexpected, violation},
+        link::{unexpected, violation},
         watcher::Token,
     },
     sys::pass_descriptors,
-    wire::{Done, End, Failure, Leave, MAX_HELD, Message, is_error},
+    wire::{Done, End, Leave, MAX_HELD, Message, is_error},
 };
-
-/// How long a refused peer may take to read the reason and close.
-const GRACE: Duration = Duration::from_millis(100);
 
 /// The most records read in one go, so that no peer occupies the thread or keeps the lock. A correct subscriber queues hardly more.
 const MAX_READ: usize = MAX_HELD as usize + 2;
-
-/// The most records that a former subscriber may send without giving back a buffer: returns that crossed its `leave`, and the `leave`.
-const MAX_LATE: usize = MAX_HELD as usize + 2;
 
 /// The pause after too many descriptors were in flight. EPOLLOUT does not report the change.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -297,20 +293,6 @@ impl Member {
         }
     }
 
-    fn count_late(&mut self) -> Result<()> {
-        self.late += 1;
-        if self.late > MAX_LATE { Err(violation("a former subscriber sends too many records")) } else { Ok(()) }
-    }
-
-    /// Ends the subscription. The subscriber keeps buffers until it gives them back or its process exits.
-    fn retire(&mut self, orderly: bool, keeps: impl Fn(u64, bool) -> bool, desk: &mut Desk) {
-        self.report_left(orderly, desk);
-        self.stage = Stage::Former;
-        if !desk.ledger.leave(self.id, keeps) {
-            self.vanish(desk);
-        }
-    }
-
     /// Sends waiting buffers while the subscriber has room. The rest waits, as far as the policy allows.
     pub(super) fn flush(&mut self, desk: &mut Desk, hub: &Hub) {
         if matches!(self.stage, Stage::Active) {
@@ -421,70 +403,6 @@ impl Member {
         desk.report(Event::Joined(self.info()));
         self.flush(desk, hub);
         Ok(())
-    }
-
-    /// The peer has closed the connection or can't be served any longer.
-    fn hang_up(&mut self, desk: &mut Desk, hub: &Hub) {
-        // Until its process is gone, it may still read its buffers.
-        let can_wait = self.process_token.is_some() && self.may_hold();
-        self.retire(false, |_, _| can_wait, desk);
-        self.close_socket(hub);
-    }
-
-    /// The peer's process has exited.
-    pub(super) fn process_gone(&mut self, desk: &mut Desk) {
-        self.report_left(false, desk);
-        desk.ledger.leave(self.id, |_, _| false);
-        self.vanish(desk);
-    }
-
-    fn report_left(&self, orderly: bool, desk: &mut Desk) {
-        if self.is_subscribed() {
-            let Tally { delivered, skipped } = desk.ledger.tally(self.id);
-            desk.report(Event::Left { subscriber: self.info(), orderly, delivered, skipped });
-        }
-    }
-
-    fn vanish(&mut self, desk: &mut Desk) {
-        self.stage = Stage::Gone;
-        desk.has_gone = true;
-    }
-
-    /// Ends the subscription against its will. Its buffers remain out of use until it gives them back or its process exits.
-    pub(super) fn evict(&mut self, reason: &Error, desk: &mut Desk, hub: &Hub) {
-        desk.report(Event::Evicted(self.info()));
-        self.stop(reason, desk, hub);
-    }
-
-    /// Sends an error to the peer, and accepts nothing more than returned buffers.
-    pub(super) fn refuse(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
-        let peer = self.identity.peer;
-        tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "refusing a subscriber");
-        let is_unreadable = matches!(error, Error::Peer(PeerError::Protocol(ProtocolError::UnreadableError { .. })));
-        if is_unreadable || matches!(self.stage, Stage::Former) {
-            return self.hang_up(desk, hub);
-        }
-        self.report_left(false, desk);
-        self.stop(error, desk, hub);
-    }
-
-    fn stop(&mut self, error: &Error, desk: &mut Desk, hub: &Hub) {
-        self.send_error(error);
-        if let Some(socket) = &self.socket {
-            let _ = socket.shut_down_writing();
-        }
-        let keeps = self.may_hold();
-        let deadline = Instant::now() + GRACE;
-        self.stage = if desk.ledger.leave(self.id, |_, _| keeps) { Stage::Former } else { Stage::Refused { deadline } };
-        self.is_blocked = false;
-        self.arm(desk, hub);
-        hub.watcher.wake();
-    }
-
-    pub(super) fn send_error(&self, error: &Error) {
-        if let Some(code) = code_for(error) {
-            self.send(&Message::Error(Failure { code, message: error.in_full() }));
-        }
     }
 
     /// Acts on a deadline that has passed. Returns the next.

@@ -1,5 +1,8 @@
 //! A subscriber of a stream.
 
+mod connection;
+mod reader;
+
 use std::{
     io,
     os::{
@@ -18,29 +21,29 @@ use nix::sys::{
     epoll::{Epoll, EpollEvent, EpollFlags},
     eventfd::EventFd,
 };
-use rustix::net::SendFlags;
 
+pub(super) use self::connection::Connection;
+use self::reader::Reader;
 use super::{
     connection::Identity,
     format::{self, Format},
-    misuse,
     options::SubscribeOptions,
     sample::Sample,
     turns::{Turns, check_device},
 };
 use crate::{
-    channel::{Cancel, Channel, Peer, connect, deadline_after},
+    channel::{Cancel, Peer, connect, deadline_after},
     driver::{Access, Driver, Stream},
     error::{Error, ErrorCode, PeerError, Result},
     memory::{Device, Imported, Mechanism, Region, Selector},
     session::{
         Config,
-        link::{Link, check_backend, code_for, mismatch, unexpected, violation},
+        link::{Link, check_backend, mismatch, unexpected, violation},
         opening::{self, DeviceChoice, Offer, acknowledge},
-        order::{Completion, Order},
+        order::Order,
     },
     sys::{epoll, eventfd, fork::ProcessIdentity, try_lock},
-    wire::{self, DEFAULT_OBJECT, Done, Failure, Hello, Leave, Message, Ready, STREAM},
+    wire::{self, DEFAULT_OBJECT, Hello, Leave, Message, STREAM},
 };
 
 const FOR_A_BUFFER: &str = "for a buffer";
@@ -50,9 +53,6 @@ const JOIN: u32 = 10;
 
 /// How often a waiting thread looks whether it is its turn to receive.
 const TURN: Duration = Duration::from_millis(1);
-
-/// The most records without a buffer that a call reads after its deadline: a peer that never pauses can't keep it busy.
-const MAX_LATE: usize = 16;
 
 /// Receives buffers of a [`Publisher`](super::Publisher).
 ///
@@ -93,93 +93,6 @@ impl Received {
             Self::Ended | Self::Crashed(_) => None,
         }
     }
-}
-
-/// What samples need after the subscriber is gone. The connection closes with the last of them.
-#[derive(Debug)]
-pub(super) struct Connection {
-    /// Before the words: unmapping it must not meet a stream that waits.
-    pub(super) memory: Imported,
-    /// The words, if the publisher's streams order its work.
-    pub(super) turns: Option<Turns>,
-    socket: Arc<UnixStream>,
-    /// The numbers of the samples that exist, 0 for none: as many entries as the subscriber may hold buffers.
-    held: Box<[AtomicU64]>,
-    creator: ProcessIdentity,
-}
-
-impl Connection {
-    /// Whether this process subscribed, and is not a fork of it.
-    pub(super) fn is_own(&self) -> bool {
-        self.creator.is_current()
-    }
-
-    /// Gives a buffer back, with the turn after which no stream reads it. Takes no lock.
-    pub(super) fn give_back(&self, entry: usize, number: u64, done_at: Option<u64>) {
-        if !self.is_own() {
-            return;
-        }
-        // First: the publisher may use the room at once.
-        self.held[entry].store(0, Ordering::Release);
-        self.send(&Message::Done(Done { number, done_at }));
-    }
-
-    /// Gives a buffer back behind the work of a stream.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] while the stream is being captured; [`Error::Driver`]. The buffer is then not given back.
-    pub(super) fn give_back_on(&self, stream: &Stream, entry: usize, number: u64) -> Result<()> {
-        let done_at = match &self.turns {
-            Some(turns) => turns.finish_on(stream)?,
-            None => stream.synchronize().map(|()| None)?,
-        };
-        self.give_back(entry, number, done_at);
-        Ok(())
-    }
-
-    /// Sends a message that fits into the socket's buffer, because each side limits what it sends. A failure means that the publisher is
-    /// gone.
-    fn send(&self, message: &Message) {
-        let Ok(record) = message.encode() else { return };
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        if let Err(errno) = rustix::io::retry_on_intr(|| rustix::net::send(&*self.socket, &record, flags)) {
-            tracing::debug!(%errno, kind = message.name(), "can't send to the publisher");
-        }
-    }
-}
-
-impl Drop for Connection {
-    /// Waits for the streams that use the buffers: each waits for the publisher at most as long as its limit.
-    fn drop(&mut self) {
-        if self.is_own()
-            && self.turns.as_ref().is_some_and(Turns::is_used)
-            && let Err(error) = self.memory.device().wait_for_work()
-        {
-            tracing::error!(%error, "GPU work on a stream's buffers may not be finished");
-        }
-    }
-}
-
-/// The receiving half.
-#[derive(Debug)]
-struct Reader {
-    channel: Channel,
-    format: Arc<Format>,
-    /// The number of the last buffer, 0 before the first.
-    last: u64,
-    size: Option<u64>,
-    /// A received buffer that was not written yet.
-    unwritten: Option<Sample>,
-    end: Option<Final>,
-}
-
-/// Why no more buffers come.
-#[derive(Debug, Clone, Copy)]
-enum Final {
-    Ended,
-    Crashed(Peer),
-    /// An earlier call returned the reason.
-    Failed,
 }
 
 impl Subscriber {
@@ -385,7 +298,9 @@ impl Subscriber {
         self.connection.creator.check()?;
         match try_lock(&self.reader) {
             Some(mut reader) => {
-                let _ = self.written.read();
+                if reader.unwritten.is_some() {
+                    let _ = self.written.read();
+                }
                 let received = self.next(&mut reader, Instant::now(), None)?;
                 if let (Some(Sample { turn: Some(turn), .. }), Some(turns)) =
                     (&reader.unwritten, &self.connection.turns)
@@ -399,141 +314,6 @@ impl Subscriber {
             }
             None => Ok(None),
         }
-    }
-
-    fn next(
-        &self,
-        reader: &mut Reader,
-        deadline: Instant,
-        on: Option<(&Stream, Duration)>,
-    ) -> Result<Option<Received>> {
-        match reader.end {
-            Some(Final::Ended) => return Ok(Some(Received::Ended)),
-            Some(Final::Crashed(peer)) => return Ok(Some(Received::Crashed(peer))),
-            Some(Final::Failed) => return Err(misuse("the session has ended: an earlier call returned the reason")),
-            None => {}
-        }
-        if let Some(late) = self.connection.turns.as_ref().and_then(Turns::is_late) {
-            return self.fail(reader, late);
-        }
-        let mut late = 0;
-        while late < MAX_LATE {
-            if let Some(sample) = reader.unwritten.take() {
-                match self.ordered(reader, sample, deadline, on)? {
-                    Completion::Done => return Ok(reader.unwritten.take().map(Received::Sample)),
-                    Completion::Pending => return Ok(None),
-                    // The reason is next.
-                    // No work of this process uses it.
-                    Completion::Lost => drop(reader.unwritten.take().map(Sample::give_back_idle)),
-                }
-            }
-            let handled = match reader.channel.receive_by(deadline, FOR_A_BUFFER) {
-                Ok((Message::Ready(ready), _)) => {
-                    self.read(reader, ready).map(|sample| reader.unwritten = Some(sample))
-                }
-                Ok((Message::Format(format), fds)) => format::read(format, fds).map(|format| reader.format = format),
-                Ok((Message::End(_), _)) => {
-                    reader.end = Some(Final::Ended);
-                    return Ok(Some(Received::Ended));
-                }
-                Ok((Message::Error(Failure { code, message }), _)) => {
-                    Err(Error::Peer(PeerError::Reported { code, message }))
-                }
-                Ok((other, _)) => Err(unexpected(&other, "ready, format or end")),
-                Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
-                Err(interrupted @ Error::Interrupted { .. }) => return Err(interrupted),
-                Err(Error::Peer(PeerError::Gone { .. })) => {
-                    reader.end = Some(Final::Crashed(self.publisher));
-                    return Ok(Some(Received::Crashed(self.publisher)));
-                }
-                Err(error) => Err(error),
-            };
-            handled.or_else(|error| self.fail(reader, error))?;
-            late += usize::from(Instant::now() >= deadline);
-        }
-        Ok(None)
-    }
-
-    /// Waits until a buffer is written, or lets a stream wait. The buffer is then in the reader again.
-    fn ordered(
-        &self,
-        reader: &mut Reader,
-        mut sample: Sample,
-        deadline: Instant,
-        on: Option<(&Stream, Duration)>,
-    ) -> Result<Completion> {
-        let mut completion = Ok(Completion::Done);
-        if let (Some(turn), Some(turns)) = (sample.turn, &self.connection.turns) {
-            let is_ordered = match on {
-                Some((stream, limit)) => turns.wait_on(stream, turn, limit),
-                None => Ok(false),
-            };
-            completion = match is_ordered {
-                Ok(true) => Ok(Completion::Done),
-                Ok(false) => turns.wait(turn, deadline.saturating_duration_since(Instant::now()), &self.cancel),
-                Err(Error::Peer(PeerError::WorkLost { .. })) => Ok(Completion::Lost),
-                Err(error) => Err(error),
-            };
-        }
-        if let Ok(Completion::Done) = completion {
-            sample.stream = on.map(|(stream, _)| stream.clone());
-        }
-        reader.unwritten = Some(sample);
-        match self.connection.turns.as_ref().and_then(Turns::is_late) {
-            Some(late) if matches!(completion, Ok(Completion::Lost)) => self.fail(reader, late),
-            _ => completion,
-        }
-    }
-
-    /// Checks a publication.
-    fn read(&self, reader: &mut Reader, ready: Ready) -> Result<Sample> {
-        let Ready { number, time, offset, size, user, ready_at } = ready;
-        let last = reader.last;
-        if number <= last {
-            return Err(violation(format!("publication {number} arrived after publication {last}")));
-        }
-        if ready_at.is_some() && self.connection.turns.is_none() {
-            return Err(violation("`ready` has `ready_at`, but the stream has no `turns`"));
-        }
-        let Some(size) = size.or(reader.size) else {
-            return Err(violation(format!("publication {number} has no size")));
-        };
-        let room = self.connection.memory.size();
-        if offset.checked_add(size).is_none_or(|end| end > room) {
-            return Err(violation(format!("publication {number} has {size} bytes at {offset} in a pool of {room}")));
-        }
-        let user = user.map_or(Ok(Vec::new()), hex::decode);
-        let user = user.map_err(|error| violation(format!("the user bytes of publication {number}: {error}")))?;
-        let held = &self.connection.held;
-        let Some(entry) = held.iter().position(|entry| entry.load(Ordering::Acquire) == 0) else {
-            let most = held.len();
-            return Err(violation(format!("publication {number} is one more than the {most} that this side holds")));
-        };
-        held[entry].store(number, Ordering::Release);
-        reader.last = number;
-        Ok(Sample {
-            connection: Arc::clone(&self.connection),
-            entry,
-            number,
-            time: Duration::from_nanos(time),
-            skipped: if last == 0 { 0 } else { number - last - 1 },
-            offset,
-            size,
-            user,
-            format: Arc::clone(&reader.format),
-            turn: ready_at,
-            stream: None,
-            is_over: false,
-        })
-    }
-
-    /// Ends the session, and reports the error to the publisher unless it comes from there. Samples can still be given back.
-    fn fail<T>(&self, reader: &mut Reader, error: Error) -> Result<T> {
-        reader.end = Some(Final::Failed);
-        if let Some(code) = code_for(&error) {
-            self.connection.send(&Message::Error(Failure { code, message: error.in_full() }));
-        }
-        Err(error)
     }
 
     /// The publisher's process.
