@@ -472,21 +472,30 @@ fn failing_calls_lose_nothing(subject: Subject) {
     let exchange = || -> Result<()> {
         let stage = Stage::fixed(&subject, 4);
         let subscriber = stage.join(&subject, SubscribeOptions::default());
-        let [writer, reader] = [bench.stream(), bench.stream()];
+        let stream = || subject.driver.create_stream(0);
+        let (writer, reader) = (stream()?, stream()?);
         for byte in 1..=2 {
             let loan = stage.publisher.loan(LIMIT)?;
             bench.gpu.fill(&writer, loan.address(), byte, 16);
             loan.publish_on(&writer, &[byte])?;
             let sample = subscriber.receive_on(&reader, LIMIT)?.sample().unwrap();
-            assert_eq!(bytes_of(&sample), [byte; 16]);
+            let mut bytes = [0; 16];
+            sample.copy_out(0, &mut bytes)?;
+            assert_eq!(bytes, [byte; 16]);
             sample.give_back()?;
         }
         stage.until_free(4);
         Ok(())
     };
     let mut reported = 0;
-    for call in ["cuStreamBatchMemOp_v2", "cuStreamIsCapturing", "cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2"]
-    {
+    for call in [
+        "cuStreamBatchMemOp_v2",
+        "cuStreamIsCapturing",
+        "cuStreamCreate",
+        "cuStreamSynchronize",
+        "cuMemHostRegister_v2",
+        "cuMemHostGetDevicePointer_v2",
+    ] {
         for nth in 1.. {
             let before = fake.calls(call);
             fake.set("FAKECUDA_FAIL", &format!("{call}:{nth}:999"));
