@@ -226,7 +226,8 @@ fn puts_wait_for_released_memory() {
 }
 
 /// Another client polls the leases of a closed connection while the server releases them, in a time that grows with their number. On a busy
-/// machine the server may release all of them before the client runs again, so several attempts may be needed.
+/// machine the server may release all of them before the client runs again, so several attempts may be needed. The polls cost the server
+/// time too, and their number depends on the machine: the time is compared for each lease and poll.
 #[test]
 fn others_are_served_while_leases_end() {
     let _turn = cpu_turn();
@@ -244,12 +245,12 @@ fn others_are_served_while_leases_end() {
             drop(reader);
             seen.extend(std::iter::repeat_with(|| other.measured().leases).take_while(|left| *left > 0));
         });
-        (cost, seen.iter().any(|left| *left < count as u64))
+        (cost / (count + seen.len()) as u64, seen.iter().any(|left| *left < count as u64))
     };
     let few = end(100).0;
     assert!((0..10).any(|_| {
         let (many, is_seen) = end(1000);
-        assert!(many < 30 * few, "{few} ns for 100 leases, {many} ns for 1000");
+        assert!(many < 4 * few, "{few} ns for each of 100 leases, {many} ns for each of 1000");
         is_seen
     }));
 }
