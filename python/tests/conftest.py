@@ -237,7 +237,9 @@ class Child:
         if expected is not None:
             assert self.process.returncode == expected, f"exit code {self.process.returncode}: {output}\n{errors}"
         if expected == 0:
-            assert not errors, errors
+            # On a busy machine, `connect` writes that it waits.
+            wrong = [line for line in errors.splitlines() if not line.startswith("no broker answers at ")]
+            assert not wrong, errors
         return output
 
 

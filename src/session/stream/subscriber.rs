@@ -245,7 +245,7 @@ impl Subscriber {
 
     /// Like [`Subscriber::receive`], for work on a stream: does not wait until the buffer is written. The stream waits instead, at most
     /// `limit` long from now. If the publisher's process ends or is late, the stream is released, and [`Sample::completion`] reports
-    /// [`Completion::Lost`]. Use the sample's address on this stream only. Dropping the sample gives it back behind the work that the
+    /// [`Completion::Lost`](crate::session::order::Completion::Lost). Use the sample's address on this stream only. Dropping the sample gives it back behind the work that the
     /// stream then has.
     ///
     /// If streams can't order the work ([`Subscriber::order`]), the call waits until the buffer is written, and dropping the sample waits
