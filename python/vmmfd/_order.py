@@ -89,8 +89,8 @@ class Timeline(Closing):
             raise Timeout(f"the timeline did not reach {value} within {_arguments.shown(timeout)} seconds", kind="peer")
 
     def completion(self, value: int) -> t.Literal["done", "pending", "lost"]:
-        """Whether the value was reached ("done"), was not yet ("pending"), or the waits for it were released before ("lost"): what a stream read
-        behind its wait is then undefined. Does not wait. Raises `TypeError` for another type."""
+        """Whether the value was reached ("done"), was not yet ("pending"), or the waits for it were released before ("lost"): data that a
+        stream read behind its wait is then undefined. Does not wait. Raises `TypeError` for another type."""
         return self._native.completion(_value(value))
 
     @property
@@ -99,11 +99,11 @@ class Timeline(Closing):
         return self._native.value
 
     def release(self) -> None:
-        """Ends all waits for the timeline, in all processes. Values that were not reached are lost. Does not wait, and makes no driver call."""
+        """Releases all waits for the timeline, in all processes. Values that were not reached are lost. Does not wait, and makes no driver call."""
         self._native.release()
 
     def release_with(self, peer: t.Any) -> None:
-        """Releases the waits when a process ends or closes its end of a connection: `peer` is a descriptor, such as of `os.pidfd_open`, or a
+        """Releases the waits when a process exits or closes its end of a connection: `peer` is a descriptor, such as of `os.pidfd_open`, or a
         connected socket, and stays open. Raises `TypeError` and `Error` for other objects."""
         self._native.release_with(peer)
 
@@ -117,8 +117,8 @@ class Timeline(Closing):
         return self._native.is_closed
 
     def close(self) -> None:
-        """Closes it. On a GPU, blocks while any stream of the device waits for a timeline, with the GIL released: call `release` first to end
-        such waits. A timeline that is dropped without it is closed in the background. Closing twice does nothing."""
+        """Closes it. On a GPU, blocks while any stream of the device waits for a timeline, with the GIL released: call `release` first to
+        release them. A timeline that is dropped without it is closed in the background. Closing twice does nothing."""
         self._native.close()
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ use crate::{
 /// Streams and registered host memory. A stream is the number of a `CUstream`; `ordinal` is the device whose primary context is current
 /// during the call.
 ///
-/// No call ends a stream capture of another thread.
+/// No call invalidates a stream capture of another thread.
 pub trait Streams: fmt::Debug + Send + Sync {
     /// Creates a stream that is not ordered with the default stream. `cuStreamCreate`.
     fn create(&self, ordinal: i32) -> Result<u64>;
@@ -178,7 +178,7 @@ impl Stream {
     /// # Errors
     /// As for [`Stream::check`].
     pub(crate) fn enqueue(&self, operations: &[Operation]) -> Result<()> {
-        // SAFETY: as above. Only `Registered` returns operations, and it ends its registration when no stream uses it any more.
+        // SAFETY: as above. Only `Registered` returns operations, and it is unregistered when no stream uses it any more.
         let is_enqueued = unsafe { self.0.streams.enqueue(self.0.ordinal, self.0.number, operations) }?;
         if is_enqueued { Ok(()) } else { Err(self.captured()) }
     }
@@ -251,7 +251,7 @@ impl Registered {
         self.address + 8 * index as u64
     }
 
-    /// Never ends the registration, for words of which a stream may never be done.
+    /// Keeps the registration for ever, for words that a stream may never be done with.
     pub(crate) fn leak(self) {
         let this = ManuallyDrop::new(self);
         std::mem::forget(Arc::clone(&this.words));

@@ -2,14 +2,14 @@
 //!
 //! A [`Timeline`] is a number in a page of host memory that both processes map. One process's streams store a value when earlier work
 //! is done, and other streams wait until the number has reached the value. If the peer dies, is stopped or is late, the library's thread
-//! stores a value instead: the waiting streams go on, and [`Timeline::completion`] reports [`Completion::Lost`]. No context is lost.
+//! stores a value instead: the waiting streams continue, and [`Timeline::completion`] reports [`Completion::Lost`]. No context is lost.
 //!
 //! [Streams](super::stream) use the same order by themselves: see [`Loan::publish_on`](super::stream::Loan::publish_on) and
 //! [`Subscriber::receive_on`](super::stream::Subscriber::receive_on).
 //!
 //! Rules of the driver, which no library can change:
 //! - A process's streams share a few hardware queues (8 by default, at most 32 with `CUDA_DEVICE_MAX_CONNECTIONS`). A stream that waits
-//!   occupies its queue: with eight waiting streams, all other streams of the process stand still until one of them goes on.
+//!   occupies its queue: with eight waiting streams, all other streams of the process stand still until one of them continues.
 //! - Behind a wait, an asynchronous copy to pageable memory blocks the calling thread. So do `cuMemUnmap`, `cuMemFree`,
 //!   `cuCtxSynchronize` and `cuMemHostUnregister`, on any thread. Release the timeline first, or wait for the work.
 //! - A captured wait would be replayed with an old value and read torn data. A stream that is being captured is therefore refused.
@@ -64,14 +64,14 @@ pub enum Completion {
     Done,
     /// It is not done yet.
     Pending,
-    /// The wait was released before it was known to be done: what was read behind the wait is undefined.
+    /// The wait was released before it was known to be done: the data that was read behind the wait is undefined.
     Lost,
 }
 
-/// Words that streams use, and the words of the self-test: the call that ends a registration may block, so both end together.
+/// Words that streams use, and the words of the self-test: unregistering may block, so both are unregistered together.
 pub(crate) type Tested = [Registered; 2];
 
-/// Lets the streams of a device use words, after a test that a store of this CPU ends a wait. The test has words of its own: a peer may
+/// Lets the streams of a device use words, after a test that a store of this CPU releases a wait. The test has words of its own: a peer may
 /// test the others at the same time, or store into them.
 ///
 /// # Errors
@@ -88,7 +88,7 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Tested> {
     let stream = device.driver().create_stream(device.ordinal())?;
     let [test, tested] = [TEST, TESTED].map(|index| &own.get()[index]);
     stream.enqueue(&[registered.wait(TEST, 1), registered.write(TESTED, 1)])?;
-    // A stream that watches a copy of the page may go on at once, or never.
+    // A stream that watches a copy of the page may continue at once, or never.
     thread::sleep(Duration::from_micros(100));
     let is_early = tested.load(Ordering::Acquire) != 0;
     test.store(1, Ordering::Release);
@@ -102,7 +102,7 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Tested> {
         std::mem::forget(stream);
         return unordered(format!("a stream of {device} did not see a store of the CPU within {TEST_LIMIT:?}"));
     }
-    // The driver's calls at the end would wait for it.
+    // Destroying and unregistering would wait for it.
     stream.synchronize()?;
     if is_early {
         return unordered(format!("a stream of {device} did not wait"));

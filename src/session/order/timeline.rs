@@ -1,4 +1,4 @@
-//! A timeline, as an object of its own.
+//! Timelines.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -23,7 +23,7 @@ const VALUE: usize = 8;
 /// The process that creates it records; any process that has the descriptor can wait and release. It is handed over as a descriptor, like
 /// memory: over SCM_RIGHTS, or to a child.
 ///
-/// Dropping a timeline of a device blocks while any stream of the device waits for a timeline. To end the waits first, call
+/// Dropping a timeline of a device blocks while any stream of the device waits for a timeline. To release the waits first, call
 /// [`Timeline::release`].
 ///
 /// ```no_run
@@ -184,7 +184,7 @@ impl Timeline {
         self.waits.release(Loss::Released);
     }
 
-    /// Releases the waits when a peer's process ends (its pidfd), or closes its end of a connection (a socket).
+    /// Releases the waits when a peer's process exits (its pidfd), or closes its end of a connection (a socket).
     ///
     /// # Errors
     /// [`Error::Forked`] in a fork; [`Error::System`]: see epoll_ctl(2), pidfd_open(2).

@@ -23,19 +23,19 @@ use crate::{
     wire::MAX_TURN,
 };
 
-/// The value that ends every wait: a stream compares signed differences.
+/// The value that releases every wait: a stream compares signed differences.
 const RELEASED: u64 = MAX_TURN;
 
 /// How often released words are released again: a stopped peer's streams may still store lower values.
 const AGAIN: Duration = Duration::from_millis(2);
 
-/// How often the thread looks for a value of which it is to give notice.
+/// How often the thread looks for a value that has a notice.
 const NOTICE: Duration = Duration::from_millis(1);
 
 /// How long a thread polls a word before it sleeps.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// The words, and which of their values are awaited. The library's thread releases the waits if the peer ends or is late.
+/// The words, and which of their values are awaited. The library's thread releases the waits if the peer exits or is late.
 #[derive(Debug)]
 pub(crate) struct Waits {
     words: Arc<Words>,
@@ -103,7 +103,7 @@ impl Waits {
         Ok(waits)
     }
 
-    /// Releases the waits when the peer's process ends (its pidfd) or closes the connection (its socket).
+    /// Releases the waits when the peer's process exits (its pidfd) or closes the connection (its socket).
     ///
     /// # Errors
     /// [`Error::Forked`] in a fork, which has no such thread; [`Error::System`].
@@ -195,7 +195,7 @@ impl Waits {
         self.watcher.wake();
     }
 
-    /// The error of lost work, unless the peer has ended.
+    /// The error of lost work, unless the peer has exited.
     pub(crate) fn late(&self) -> Option<Error> {
         // The peer can release the words too.
         let is_late = self.is_lost() && lock(&self.state).loss != Some(Loss::Gone);
@@ -306,7 +306,7 @@ impl Source for Waits {
             if !state.awaited.is_empty() {
                 self.store_released();
             }
-            // What a device stores after its process is gone is stored by now.
+            // The device has finished the last stores of a process that is gone.
             state.next = (!state.awaited.is_empty() && !state.is_gone).then(|| now + AGAIN);
             return state.next.into_iter().chain(polled).min();
         }
