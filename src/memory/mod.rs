@@ -251,7 +251,7 @@ fn locate<R: Region + ?Sized>(region: &R, offset: u64, length: u64) -> Result<u6
     end.map(|end| end - length).ok_or(Error::Memory(MemoryError::OutOfRange { offset, length, size }))
 }
 
-fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
+pub(crate) fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
     match offset.checked_add(length) {
         Some(end) if end <= size => Ok(()),
         _ => Err(Error::Memory(MemoryError::OutOfRange { offset, length, size })),

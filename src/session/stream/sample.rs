@@ -5,8 +5,8 @@ use std::{fmt, sync::Arc, time::Duration};
 use super::{format::Format, misuse, subscriber::Connection, turns::Turns};
 use crate::{
     driver::{Access, Stream},
-    error::{MemoryError, Result},
-    memory::{Array, Device, Region, sealed},
+    error::Result,
+    memory::{Array, Device, Region, check_range, sealed},
     session::order::Completion,
 };
 
@@ -166,17 +166,8 @@ impl Region for Sample {
         if let Some(stream) = &self.stream {
             stream.synchronize()?;
         }
-        self.connection.memory.copy_out(self.offset + check(offset, to.len(), self.size)?, to)
-    }
-}
-
-/// # Errors
-/// [`MemoryError::OutOfRange`].
-fn check(offset: u64, length: usize, size: u64) -> Result<u64> {
-    let length = length as u64;
-    match offset.checked_add(length) {
-        Some(end) if end <= size => Ok(offset),
-        _ => Err(MemoryError::OutOfRange { offset, length, size }.into()),
+        check_range(offset, to.len() as u64, self.size)?;
+        self.connection.memory.copy_out(self.offset + offset, to)
     }
 }
 
