@@ -1414,7 +1414,7 @@ struct vmmfd_error_t *vmmfd_subscriber_receive(const struct vmmfd_subscriber_t *
 
 /*
  Receives like `vmmfd_subscriber_receive`, for work on a stream: does not wait until the publisher's GPU has written the buffer. The stream
- waits instead, at most `timeout_ms` long. If the publisher's process ends or is late, the stream goes on, and `vmmfd_sample_completion`
+ waits instead, at most `timeout_ms` long. If the publisher's process ends or is late, the stream continues, and `vmmfd_sample_completion`
  returns `VMMFD_LOST`. If streams can't order the work (`vmmfd_subscriber_order`), the call waits until the buffer is written. The first
  call takes about a millisecond longer.
 
