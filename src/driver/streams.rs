@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::{fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
+use std::{fmt, ptr::NonNull, sync::Arc};
 
 use crate::{
     error::{Error, Result},
@@ -249,12 +249,6 @@ impl Registered {
     fn address_of(&self, index: usize) -> u64 {
         assert!(index < self.words.get().len(), "word {index} is outside of the memory");
         self.address + 8 * index as u64
-    }
-
-    /// Keeps the registration for ever, for words that a stream may never be done with.
-    pub(crate) fn leak(self) {
-        let this = ManuallyDrop::new(self);
-        std::mem::forget(Arc::clone(&this.words));
     }
 }
 

@@ -25,7 +25,7 @@ use std::{
 };
 
 pub use self::timeline::Timeline;
-pub(crate) use self::waits::{Waits, poll};
+pub(crate) use self::waits::Waits;
 #[doc(inline)]
 pub use crate::driver::Stream;
 use crate::{
@@ -98,8 +98,7 @@ pub(crate) fn test(device: &Device, words: &Arc<Words>) -> Result<Tested> {
     }
     if tested.load(Ordering::Acquire) == 0 {
         // It may wait for ever, and the driver with it.
-        registered.leak();
-        std::mem::forget(stream);
+        std::mem::forget((registered, stream));
         return unordered(format!("a stream of {device} did not see a store of the CPU within {TEST_LIMIT:?}"));
     }
     // Destroying and unregistering would wait for it.

@@ -10,7 +10,7 @@ use super::{Completion, PAGE, Stream, Tested, Waits, test};
 use crate::{
     channel::Cancel,
     driver::Registered,
-    error::{Error, Loss, Result},
+    error::{Error, Loss, PeerError, Result},
     memory::Device,
     sys::{Words, lock},
 };
@@ -162,10 +162,15 @@ impl Timeline {
     /// Waits on the CPU until the value is reached, at most this long.
     ///
     /// # Errors
-    /// [`PeerError::Timeout`](crate::error::PeerError::Timeout);
-    /// [`PeerError::WorkLost`](crate::error::PeerError::WorkLost) after a release; [`Error::Interrupted`].
+    /// [`PeerError::Timeout`]; [`PeerError::WorkLost`] after a release; [`Error::Interrupted`].
     pub fn wait_cpu(&self, value: u64, limit: Duration, cancel: &Cancel) -> Result<()> {
-        self.waits.wait((VALUE, value), limit, cancel, "for a value of a timeline")
+        match self.waits.wait(VALUE, value, limit, cancel)? {
+            Completion::Done => Ok(()),
+            Completion::Lost => Err(self.waits.loss()),
+            Completion::Pending => {
+                Err(Error::Peer(PeerError::Timeout { purpose: "for a value of a timeline", waited: limit }))
+            }
+        }
     }
 
     /// Whether the value was reached. Does not block.

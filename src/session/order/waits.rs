@@ -62,6 +62,12 @@ struct State {
     notice: Option<Notice>,
 }
 
+impl State {
+    fn lost(&self) -> Error {
+        Error::Peer(PeerError::WorkLost { reason: self.loss.unwrap_or(Loss::Released) })
+    }
+}
+
 /// To be called once a value is reached or lost.
 struct Notice {
     index: usize,
@@ -128,21 +134,21 @@ impl Waits {
         self.word(LOST).load(Ordering::Acquire) != 0
     }
 
-    /// Notes values that the peer's streams have stored.
-    fn confirm(&self, state: &mut State, index: usize) {
-        let value = self.word(index).load(Ordering::Acquire);
+    /// Notes a value that the peer's streams have stored, and returns whether they have certainly stored `value`.
+    fn confirm(&self, state: &mut State, index: usize, value: u64) -> bool {
+        let stored = self.word(index).load(Ordering::Acquire);
         // A release marks the words first, so this value is the peer's.
         let confirmed = &mut state.confirmed[index - self.watched.start];
-        if !self.is_lost() && has_reached(value, *confirmed) {
-            *confirmed = value;
+        if !self.is_lost() && has_reached(stored, *confirmed) {
+            *confirmed = stored;
         }
+        has_reached(*confirmed, value)
     }
 
     fn settle(&self, state: &mut State) {
         for at in (0..state.awaited.len()).rev() {
             let Awaited { index, value, .. } = state.awaited[at];
-            self.confirm(state, index);
-            if has_reached(state.confirmed[index - self.watched.start], value) {
+            if self.confirm(state, index, value) {
                 state.awaited.swap_remove(at);
             }
         }
@@ -158,12 +164,12 @@ impl Waits {
             let problem = format!("a stream can't wait for the value {value}: at most {RELEASED} is possible");
             return Err(Error::Misuse { problem });
         }
-        match self.completion(index, value) {
+        let state = &mut *lock(&self.state);
+        match self.completion_in(state, index, value) {
             Completion::Done => return Ok(false),
-            Completion::Lost => return Err(self.loss()),
+            Completion::Lost => return Err(state.lost()),
             Completion::Pending => {}
         }
-        let state = &mut *lock(&self.state);
         // The thread does it only at the first deadline.
         if state.awaited.len() == state.awaited.capacity() {
             self.settle(state);
@@ -180,9 +186,11 @@ impl Waits {
 
     /// Whether the peer's streams have stored a value.
     pub(crate) fn completion(&self, index: usize, value: u64) -> Completion {
-        let state = &mut *lock(&self.state);
-        self.confirm(state, index);
-        match has_reached(state.confirmed[index - self.watched.start], value) {
+        self.completion_in(&mut lock(&self.state), index, value)
+    }
+
+    fn completion_in(&self, state: &mut State, index: usize, value: u64) -> Completion {
+        match self.confirm(state, index, value) {
             true => Completion::Done,
             false if self.is_lost() => Completion::Lost,
             false => Completion::Pending,
@@ -198,14 +206,13 @@ impl Waits {
     /// The error of lost work, unless the peer has exited.
     pub(crate) fn late(&self) -> Option<Error> {
         // The peer can release the words too.
-        let is_late = self.is_lost() && lock(&self.state).loss != Some(Loss::Gone);
-        is_late.then(|| self.loss())
+        let state = self.is_lost().then(|| lock(&self.state));
+        state.filter(|state| state.loss != Some(Loss::Gone)).map(|state| state.lost())
     }
 
     /// The error of lost work.
     pub(crate) fn loss(&self) -> Error {
-        let reason = lock(&self.state).loss.unwrap_or(Loss::Released);
-        Error::Peer(PeerError::WorkLost { reason })
+        lock(&self.state).lost()
     }
 
     /// Ends the waits of all processes for the words, now and for ever.
@@ -215,7 +222,7 @@ impl Waits {
 
     fn release_in(&self, state: &mut State, reason: Loss) {
         for index in self.watched.clone() {
-            self.confirm(state, index);
+            self.confirm(state, index, 0);
         }
         self.settle(state);
         state.loss.get_or_insert(reason);
@@ -228,8 +235,7 @@ impl Waits {
     /// Returns whether a notice remains.
     fn give_notice(&self, state: &mut State) -> bool {
         let Some(Notice { index, value, .. }) = state.notice else { return false };
-        self.confirm(state, index);
-        let is_due = self.is_lost() || has_reached(state.confirmed[index - self.watched.start], value);
+        let is_due = self.confirm(state, index, value) || self.is_lost();
         if is_due && let Some(notice) = state.notice.take() {
             (notice.call)();
         }
@@ -240,44 +246,23 @@ impl Waits {
         self.watched.clone().for_each(|index| self.word(index).store(RELEASED, Ordering::SeqCst));
     }
 
-    /// Waits on the CPU until a value is reached.
+    /// Waits on the CPU until a value is reached or lost: at first in a loop, then with pauses, because no call wakes a thread when a device
+    /// stores a word. [`Completion::Pending`] after the limit.
     ///
     /// # Errors
-    /// [`PeerError::WorkLost`]; [`PeerError::Timeout`]; [`Error::Interrupted`].
-    pub(crate) fn wait(
-        &self,
-        (index, value): (usize, u64),
-        limit: Duration,
-        cancel: &Cancel,
-        purpose: &'static str,
-    ) -> Result<()> {
-        let found = poll(limit, cancel, || match self.completion(index, value) {
-            Completion::Done => Some(Ok(())),
-            Completion::Lost => Some(Err(self.loss())),
-            Completion::Pending => None,
-        })?;
-        found.unwrap_or(Err(Error::Peer(PeerError::Timeout { purpose, waited: limit })))
-    }
-}
-
-/// Calls `attempt` until it returns a value: at first in a loop, then with pauses, because no call wakes a thread when a device stores a
-/// word. `None` after the limit.
-///
-/// # Errors
-/// [`Error::Interrupted`].
-pub(crate) fn poll<T>(limit: Duration, cancel: &Cancel, mut attempt: impl FnMut() -> Option<T>) -> Result<Option<T>> {
-    let begun = Instant::now();
-    loop {
-        if let Some(found) = attempt() {
-            return Ok(Some(found));
-        }
-        let waited = begun.elapsed();
-        match waited {
-            _ if waited >= limit => return Ok(None),
-            _ if waited < SPIN => thread::yield_now(),
-            // Its short sleeps are exact.
-            _ if waited < 50 * SPIN => thread::sleep(SPIN.min(limit - waited)),
-            _ => cancel.pause(Duration::from_millis(1).min(limit - waited))?,
+    /// [`Error::Interrupted`].
+    pub(crate) fn wait(&self, index: usize, value: u64, limit: Duration, cancel: &Cancel) -> Result<Completion> {
+        let begun = Instant::now();
+        loop {
+            let completion = self.completion(index, value);
+            let waited = begun.elapsed();
+            match waited {
+                _ if completion != Completion::Pending || waited >= limit => return Ok(completion),
+                _ if waited < SPIN => thread::yield_now(),
+                // Its short sleeps are exact.
+                _ if waited < 50 * SPIN => thread::sleep(SPIN.min(limit - waited)),
+                _ => cancel.pause(Duration::from_millis(1).min(limit - waited))?,
+            }
         }
     }
 }

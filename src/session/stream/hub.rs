@@ -38,7 +38,7 @@ use crate::{
         opening::Offer,
         watcher::{Source, Token, Watcher},
     },
-    sys::{Words, epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
+    sys::{epoll, eventfd, fork::ProcessIdentity, lock, pass_descriptors},
     wire::{DEFAULT_OBJECT, HEADER_LENGTH, Hello, MAX_BODY, Message, STREAM},
 };
 
@@ -307,28 +307,6 @@ impl Hub {
             }
         }
         *paused_until
-    }
-
-    /// Takes back what the publisher's streams have written by now.
-    pub(super) fn note_written(&self, desk: &mut Desk) {
-        if let Some(turns) = self.turns.as_ref().filter(|_| !desk.ledger.is_written()) {
-            desk.has_freed |= desk.ledger.written(|turn| turns.is_written(turn));
-        }
-    }
-
-    /// The words of the subscribers.
-    pub(super) fn subscribers_words(&self, state: &mut State) -> BTreeMap<u64, Arc<Words>> {
-        let members = state.members.values().filter(|member| member.is_subscribed());
-        members.filter_map(|member| Some((member.id, Arc::clone(member.words.as_ref()?.words())))).collect()
-    }
-
-    /// From this turn on, streams store the turns of these subscribers.
-    pub(super) fn begin_turns(&self, state: &mut State, ids: &[u64], turn: u64) {
-        for id in ids {
-            if let Some(words) = state.members.get_mut(id).and_then(|member| member.words.as_mut()) {
-                words.begin(turn);
-            }
-        }
     }
 
     /// Reads the records of all subscribers, and sends the buffers that wait for them.

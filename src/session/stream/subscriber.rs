@@ -362,11 +362,7 @@ impl AsFd for Subscriber {
 impl Drop for Subscriber {
     fn drop(&mut self) {
         if self.connection.is_own() {
-            // No work of this process uses it.
-            let reader = self.reader.get_mut().unwrap_or_else(PoisonError::into_inner);
-            if let Some(sample) = reader.unwritten.take() {
-                sample.give_back_idle();
-            }
+            self.reader.get_mut().unwrap_or_else(PoisonError::into_inner).discard();
             let held = self.connection.held.iter().map(|entry| entry.load(Ordering::Acquire));
             self.connection.send(&Message::Leave(Leave { held: held.filter(|number| *number != 0).collect() }));
         }

@@ -16,10 +16,13 @@ use std::{
     time::Duration,
 };
 
-use super::{hub::Hub, misuse};
+use super::{
+    hub::{Desk, Hub, State},
+    misuse,
+};
 use crate::{
     channel::Cancel,
-    driver::{Attribute, Operation, Registered, code, has_reached},
+    driver::{Attribute, Registered, code, has_reached},
     error::{Error, ProtocolError, Result},
     memory::Device,
     session::order::{Completion, Order, Stream, Tested, Waits, test},
@@ -47,6 +50,13 @@ fn has_come(words: &Words, index: usize, turn: u64) -> bool {
     has_reached(words.get()[index].load(Ordering::Acquire), turn)
 }
 
+/// Words that streams use, or the reason why they can't.
+type Usable = std::result::Result<Tested, String>;
+
+fn order(usable: &Usable) -> Order {
+    usable.as_ref().map_or_else(|reason| Order::Cpu { reason: reason.clone() }, |_| Order::Gpu)
+}
+
 /// A publisher's own words, and the registration of all its pages.
 #[derive(Debug)]
 pub(super) struct PublisherTurns {
@@ -58,9 +68,7 @@ pub(super) struct PublisherTurns {
 
 #[derive(Debug, Default)]
 struct Streams {
-    own: Option<Tested>,
-    /// Why no stream can store words.
-    unusable: Option<String>,
+    own: Option<Usable>,
     /// By the subscriber's number.
     subscribers: BTreeMap<u64, Registered>,
     /// Those for which no turn was enqueued yet.
@@ -108,11 +116,6 @@ impl PublisherTurns {
         }
     }
 
-    /// How publications of a stream are ordered.
-    fn order(streams: &Streams) -> Order {
-        streams.unusable.clone().map_or(Order::Gpu, |reason| Order::Cpu { reason })
-    }
-
     /// Stores the next turn in the words of all subscribers, behind the work of a stream. `None` if this stream can't: then it has been
     /// synchronized.
     ///
@@ -120,30 +123,23 @@ impl PublisherTurns {
     /// [`Error::Misuse`] for a stream that is being captured; [`Error::Driver`].
     pub(super) fn record(&self, stream: &Stream, hub: &Hub) -> Result<Option<u64>> {
         let streams = &mut *lock(&self.streams);
-        if streams.own.is_none() && streams.unusable.is_none() {
-            match test(&self.device, &self.own) {
-                Ok(own) => streams.own = Some(own),
-                Err(error) => {
-                    tracing::warn!(error = error.in_full(), "publications are ordered by the CPU");
-                    streams.unusable = Some(error.in_full());
-                }
-            }
-        }
-        if streams.own.is_none() {
+        let own = streams.own.get_or_insert_with(|| {
+            test(&self.device, &self.own).map_err(|error| {
+                tracing::warn!(error = error.in_full(), "publications are ordered by the CPU");
+                error.in_full()
+            })
+        });
+        let Ok([own, _]) = &*own else {
             stream.check()?;
             stream.synchronize()?;
             return Ok(None);
-        }
-        let present = hub.subscribers_words(&mut hub.lock());
-        let gone: Vec<_> = streams.subscribers.keys().filter(|id| !present.contains_key(id)).copied().collect();
+        };
+        let (new, gone) = hub.changed_words(&hub.lock(), &streams.subscribers);
         streams.former.extend(gone.iter().filter_map(|id| streams.subscribers.remove(id)));
         if streams.former.len() > MAX_FORMER {
             streams.former.clear();
         }
-        for (id, words) in present {
-            if streams.subscribers.contains_key(&id) {
-                continue;
-            }
+        for (id, words) in new {
             match self.device.driver().register(self.device.ordinal(), words) {
                 Ok(registered) => {
                     streams.subscribers.insert(id, registered);
@@ -153,7 +149,6 @@ impl PublisherTurns {
                 Err(error) => tracing::warn!(error = error.in_full(), "can't order GPU work with a subscriber"),
             }
         }
-        let Some([own, _]) = &streams.own else { return Ok(None) };
         let turn = streams.last + 1;
         let mut operations = Vec::with_capacity(streams.subscribers.len() + 2);
         // The word's last turn may be on another stream.
@@ -172,7 +167,34 @@ impl PublisherTurns {
 
     /// Whether this process's streams order publications, or why not.
     pub(super) fn current_order(&self) -> Order {
-        Self::order(&lock(&self.streams))
+        lock(&self.streams).own.as_ref().map_or(Order::Gpu, order)
+    }
+}
+
+/// The publisher's side of the words of all its subscribers.
+impl Hub {
+    /// Takes back what the publisher's streams have written by now.
+    pub(super) fn note_written(&self, desk: &mut Desk) {
+        if let Some(turns) = self.turns.as_ref().filter(|_| !desk.ledger.is_written()) {
+            desk.has_freed |= desk.ledger.written(|turn| turns.is_written(turn));
+        }
+    }
+
+    /// The words of subscribers that are not among the known ones, and the known ones that are no longer subscribed.
+    fn changed_words(&self, state: &State, known: &BTreeMap<u64, Registered>) -> (Vec<(u64, Arc<Words>)>, Vec<u64>) {
+        let subscribed = |id| state.members.get(id).filter(|member| member.is_subscribed());
+        let new = state.members.keys().filter(|id| !known.contains_key(id)).filter_map(subscribed);
+        let new = new.filter_map(|member| Some((member.id, Arc::clone(member.words.as_ref()?.words()))));
+        (new.collect(), known.keys().filter(|id| subscribed(id).is_none()).copied().collect())
+    }
+
+    /// From this turn on, streams store the turns of these subscribers.
+    fn begin_turns(&self, state: &mut State, ids: &[u64], turn: u64) {
+        for id in ids {
+            if let Some(words) = state.members.get_mut(id).and_then(|member| member.words.as_mut()) {
+                words.begin(turn);
+            }
+        }
     }
 }
 
@@ -222,9 +244,8 @@ pub(super) struct Turns {
     words: Arc<Words>,
     waits: Arc<Waits>,
     device: Device,
-    /// Registered at first use, or the reason why streams can't use them.
-    streams: OnceLock<std::result::Result<Tested, String>>,
-    pairing: Mutex<()>,
+    /// Registered at first use.
+    streams: OnceLock<Usable>,
     last: AtomicU64,
 }
 
@@ -238,8 +259,7 @@ impl Turns {
         })?;
         let words = Arc::new(words);
         let waits = Waits::new(Arc::clone(&words), READY)?;
-        let (streams, pairing, last) = (OnceLock::new(), Mutex::default(), AtomicU64::new(0));
-        Ok(Self { words, waits, device: device.clone(), streams, pairing, last })
+        Ok(Self { words, waits, device: device.clone(), streams: OnceLock::new(), last: AtomicU64::new(0) })
     }
 
     pub(super) fn release_with(&self, peer: OwnedFd) -> Result<()> {
@@ -247,8 +267,7 @@ impl Turns {
     }
 
     /// Registers the words at the first call, and tests them.
-    fn tested(&self) -> &std::result::Result<Tested, String> {
-        let _one = lock(&self.pairing);
+    fn tested(&self) -> &Usable {
         self.streams.get_or_init(|| test(&self.device, &self.words).map_err(|error| error.in_full()))
     }
 
@@ -258,10 +277,7 @@ impl Turns {
     }
 
     pub(super) fn order(&self) -> Order {
-        match self.tested() {
-            Ok(_) => Order::Gpu,
-            Err(reason) => Order::Cpu { reason: reason.clone() },
-        }
+        order(self.tested())
     }
 
     pub(super) fn completion(&self, turn: u64) -> Completion {
@@ -273,13 +289,12 @@ impl Turns {
         self.waits.late()
     }
 
-    /// Whether a publication is written, now or at the limit. `None` at the limit.
+    /// Whether a publication is written, or lost, within the limit.
     ///
     /// # Errors
     /// [`Error::Interrupted`].
     pub(super) fn wait(&self, turn: u64, limit: Duration, cancel: &Cancel) -> Result<Completion> {
-        let known = || Some(self.completion(turn)).filter(|completion| *completion != Completion::Pending);
-        Ok(crate::session::order::poll(limit, cancel, known)?.unwrap_or(Completion::Pending))
+        self.waits.wait(ready_word(turn), turn, limit, cancel)
     }
 
     /// Calls `then` once when a publication is written or lost.
@@ -311,8 +326,7 @@ impl Turns {
         let is_free = turn.checked_sub(TURNS as u64).is_none_or(|earlier| has_come(&self.words, index, earlier));
         match self.tested() {
             Ok([registered, _]) if is_free => {
-                let operation: Operation = registered.write(index, turn);
-                stream.enqueue(&[operation])?;
+                stream.enqueue(&[registered.write(index, turn)])?;
                 Ok(Some(turn))
             }
             _ => {

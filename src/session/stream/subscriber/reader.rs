@@ -40,6 +40,15 @@ pub(super) struct Reader {
     pub(super) end: Option<Final>,
 }
 
+impl Reader {
+    /// Gives the unwritten buffer back: no work of this process uses it.
+    pub(super) fn discard(&mut self) {
+        if let Some(sample) = self.unwritten.take() {
+            sample.give_back_idle();
+        }
+    }
+}
+
 /// Why no more buffers come.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Final {
@@ -72,8 +81,7 @@ impl Subscriber {
                     Completion::Done => return Ok(reader.unwritten.take().map(Received::Sample)),
                     Completion::Pending => return Ok(None),
                     // The reason is next.
-                    // No work of this process uses it.
-                    Completion::Lost => drop(reader.unwritten.take().map(Sample::give_back_idle)),
+                    Completion::Lost => reader.discard(),
                 }
             }
             let handled = match reader.channel.receive_by(deadline, FOR_A_BUFFER) {
