@@ -1,5 +1,6 @@
-"""Ray's fixture with vmmfd's transports, and vmmfd's weight transfer engine in vLLM."""
+"""Ray's fixtures with vmmfd's transports, and vmmfd's weight transfer engine in vLLM."""
 import contextlib
+import logging
 
 import pytest
 
@@ -17,7 +18,13 @@ with contextlib.suppress(ImportError):
     ray.cloudpickle.register_pickle_by_value(ray_shim)
 
 
-@pytest.fixture
+# One Ray for all tests: a start takes longer than most tests.
+@pytest.fixture(scope="session")
 def ray_start_regular():
-    yield ray.init(num_cpus=2)
+    yield ray.init(num_cpus=2, include_dashboard=False)
     ray.shutdown()
+
+
+@pytest.fixture
+def propagate_logs(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
