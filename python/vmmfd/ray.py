@@ -49,7 +49,8 @@ def register(*, linger: float | timedelta = 600, stall: float | timedelta = 10) 
     """Registers the tensor transports `"vmmfd"`, for `vmmfd.Array`, and, if PyTorch is installed, `"vmmfd_torch"`, for its tensors.
 
     Call it in the process that creates the actors, before `@ray.method(tensor_transport="vmmfd")` names the transport. Create the actors
-    with `@ray.remote(enable_tensor_transport=True)`. Then such methods, and `ray.put(value, _tensor_transport="vmmfd")`, publish the arrays
+    with `@ray.remote(enable_tensor_transport=True)`. In an actor that calls such methods of other actors, call it first too: Ray registers
+    the transports there in the background. Then such methods, and `ray.put(value, _tensor_transport="vmmfd")`, publish the arrays
     of a value in the broker of the node: without a copy if their memory can be shared, else with one. Readers get read-only arrays of the
     same memory, or of the one copy on their node. A write to such memory kills the process.
 

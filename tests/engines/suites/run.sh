@@ -16,7 +16,8 @@ only=${3-}
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 work=$(mktemp -d)
 logs=${LOGS:-$work}
-export VMMFD_BROKER_SOCKET="$work/broker.sock" VMMFD_BACKEND=host CUDA_VISIBLE_DEVICES= RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
+export VMMFD_BROKER_SOCKET="$work/broker.sock" VMMFD_BACKEND=host CUDA_VISIBLE_DEVICES=
+export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 VLLM_NO_USAGE_STATS=1
 PATH=$(dirname "$python"):$PATH vmmfd serve >"$work/broker.log" 2>&1 &
 broker=$!
 trap 'kill "$broker"; rm -rf "$work"' EXIT
