@@ -40,7 +40,7 @@ use std::{
     collections::{HashMap, VecDeque},
     io,
     os::fd::{AsFd, BorrowedFd},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
     thread::JoinHandle,
     time::Duration,
 };
@@ -57,7 +57,7 @@ use crate::{
     broker::{Client, Meeting, Meetings},
     channel::{Cancel, CancelReason, Peer, call_no_checks, deadline_after},
     driver::Driver,
-    error::{Error, PeerError, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::Selector,
     session::{
         Config,
@@ -148,7 +148,8 @@ pub enum Change {
     Ended,
     /// The publisher's process died, or it was dropped without finishing.
     Crashed(Peer),
-    /// The publisher can't be joined, or has ended this subscription. It is not joined again.
+    /// The publisher can't be joined, or has ended this subscription. If it is full or does not answer, it is tried again without another
+    /// report, each time after one to two time limits of the client.
     Failed(Error),
 }
 
@@ -178,6 +179,8 @@ struct Known {
     epoch: Option<u64>,
     /// Whether any publisher was joined.
     was_joined: bool,
+    /// The publisher whose failure to join was reported.
+    failed: Option<u64>,
 }
 
 #[derive(Debug, Clone)]
@@ -211,6 +214,7 @@ impl Follower {
         let shared = Arc::new(shared);
         let cancel = Cancel::new()?;
         let meetings = client.follow_topics(name, is_prefix, &cancel)?;
+        let again = Arc::clone(meetings.again());
         let (join, driver, options) = (Arc::clone(&shared), driver.clone(), options.clone());
         let (joining, stop) = (config.clone().cancel(&cancel), cancel.clone());
         let mut threads = Joins::default();
@@ -227,10 +231,14 @@ impl Follower {
             let (join, driver, options, config) = (Arc::clone(&join), driver.clone(), options.clone(), joining.clone());
             let Meeting { epoch, peer, process, socket, .. } = meeting;
             let failed = (Arc::clone(&join), Arc::clone(&topic));
+            let again = Arc::clone(&again);
             let started = spawn("vmmfd-joining", move || {
                 call_no_checks();
                 let identity = Identity::introduced(peer, process);
                 let joined = Subscriber::over_as(socket, identity, &driver, device, &options, &config);
+                if joined.as_ref().is_err_and(may_pass) {
+                    again.store(true, Ordering::Relaxed);
+                }
                 join.finish(topic, epoch, joined);
             });
             match started {
@@ -339,11 +347,15 @@ impl Shared {
             Ok(subscriber) => {
                 let subscriber = Arc::new(subscriber);
                 state.joined.push(Joined { topic: Arc::clone(&topic), epoch, subscriber });
+                known.failed = None;
                 if std::mem::replace(&mut known.was_joined, true) { Change::Reset } else { Change::Joined }
             }
             Err(error) => {
-                // After a restart of the broker, it is tried again.
+                // With the next introduction, it is tried again.
                 known.epoch = known.epoch.filter(|last| *last != epoch);
+                if known.failed.replace(epoch) == Some(epoch) {
+                    return;
+                }
                 Change::Failed(error)
             }
         };
@@ -365,6 +377,15 @@ impl Shared {
             let _ = self.epoll.delete(&*joined.subscriber);
             true
         })
+    }
+}
+
+/// Whether a publisher may be joined later: it is full, or does not answer.
+fn may_pass(error: &Error) -> bool {
+    match error {
+        Error::Peer(PeerError::Reported { code, .. } | PeerError::Mismatch { code, .. }) => *code == ErrorCode::Full,
+        Error::Peer(PeerError::Timeout { .. }) => true,
+        _ => false,
     }
 }
 

@@ -969,7 +969,8 @@ typedef enum vmmfd_received_t {
      */
     VMMFD_RESET = 5,
     /*
-     The publisher of a topic can't be joined, or has ended this subscription. It is not joined again.
+     The publisher of a topic can't be joined, or has ended this subscription. If it is full or does not answer, it is tried again
+     without another report.
      */
     VMMFD_FAILED = 6,
 } vmmfd_received_t;

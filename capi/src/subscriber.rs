@@ -174,7 +174,8 @@ pub enum vmmfd_received_t {
     VMMFD_JOINED = 4,
     /// A later publisher of a topic was joined: it numbers its publications anew, and its format may differ.
     VMMFD_RESET = 5,
-    /// The publisher of a topic can't be joined, or has ended this subscription. It is not joined again.
+    /// The publisher of a topic can't be joined, or has ended this subscription. If it is full or does not answer, it is tried again
+    /// without another report.
     VMMFD_FAILED = 6,
 }
 

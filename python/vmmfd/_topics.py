@@ -33,7 +33,7 @@ class Update(Closing):
     def kind(self) -> str:
         """`joined` (the first publisher of the topic), `reset` (a later one, whose format may differ), `sample`, `ended` (the publisher has
         finished), `crashed` (it died, or closed the stream without finishing it), or `failed`: it can't be joined, or has ended this
-        subscription, and is not joined again."""
+        subscription. If it is full or does not answer, it is tried again without another report."""
         return self._native[2]
 
     @property

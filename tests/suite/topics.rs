@@ -151,18 +151,38 @@ fn refusals_and_rights() {
     let none = SubscribeOptions::default().held(0);
     let result = Follower::new(&client, Topics::Prefix(""), &subject.driver, None, &none, &Config::default());
     assert!(matches!(result, Err(Error::Misuse { .. })));
-    // The pool has too few buffers for the second.
-    topic::open(&client, "small", &own, None).unwrap();
-    let options = SubscribeOptions::default().held(4);
-    let follow =
-        || Follower::new(&client, Topics::Named("small"), &subject.driver, None, &options, &Config::default()).unwrap();
+}
+
+#[test]
+fn full_publishers_are_joined_later() {
+    let (served, subject) = (Served::alone(&[]), Subject::host());
+    let publisher = publisher(&subject);
+    topic::open(&served.client(), "small", &publisher, None).unwrap();
+    let short = Config::default().timeout(SHORT);
+    let follow = || loop {
+        let client = Client::connect(&served.path, &short);
+        let options = SubscribeOptions::default().held(4);
+        let config = Config::default().timeout(LIMIT);
+        // The time limit decides when it tries again. On a busy machine, it may be too short to connect.
+        match client
+            .and_then(|client| Follower::new(&client, Topics::Named("small"), &subject.driver, None, &options, &config))
+        {
+            Ok(follower) => return follower,
+            Err(Error::Peer(_)) => {}
+            Err(error) => panic!("{error}"),
+        }
+    };
     let first = follow();
     expect(&first, "small", "joined");
+    // The pool has too few buffers for a second.
     let second = follow();
     match second.receive(LIMIT).unwrap().change {
         Change::Failed(Error::Peer(PeerError::Reported { code: ErrorCode::Full, .. })) => {}
         other => panic!("{other:?}"),
     }
+    assert!(matches!(second.receive(3 * SHORT), Err(Error::Peer(PeerError::Timeout { .. }))), "reported again");
+    drop(first);
+    expect(&second, "small", "joined");
 }
 
 /// A connection that opens or follows a topic by hand.

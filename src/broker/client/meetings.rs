@@ -1,6 +1,14 @@
 //! Introductions of publishers and subscribers by the broker.
 
-use std::{net::Shutdown, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{
+    net::Shutdown,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
 
 use super::{
     Client,
@@ -23,6 +31,9 @@ pub(crate) struct Meetings {
     request: Message,
     /// `None` if it broke.
     subscription: Option<Subscription>,
+    opened: Instant,
+    /// Set to be introduced to all peers again.
+    again: Arc<AtomicBool>,
     /// The number of failed attempts to connect since the last success.
     tries: u32,
     creator: ProcessIdentity,
@@ -58,7 +69,8 @@ impl Client {
         self.0.check_fork()?;
         let dialler = self.0.second_connection("topics")?;
         let (own, creator) = (Arc::new(dialler.with_cancel(cancel)), ProcessIdentity::current());
-        let mut meetings = Meetings { dialler: own, request, subscription: None, tries: 0, creator };
+        let (opened, again) = (Instant::now(), Arc::default());
+        let mut meetings = Meetings { dialler: own, request, subscription: None, opened, again, tries: 0, creator };
         // The program's own request cancels the first attempt.
         meetings.connect(dialler, deadline_after(dialler.timeout))?;
         meetings.subscription.iter_mut().for_each(|subscription| subscription.set_cancel(cancel));
@@ -76,12 +88,20 @@ impl Drop for Meetings {
 }
 
 impl Meetings {
+    /// Set it, and the broker introduces all peers again, after one to two time limits of the client.
+    pub(crate) fn again(&self) -> &Arc<AtomicBool> {
+        &self.again
+    }
+
     /// Waits for the next introduction. Connects again if the broker has died, and waits for its successor.
     ///
     /// # Errors
     /// [`Error::Interrupted`]. Others are about one attempt: call it again.
     pub(crate) fn next(&mut self) -> Result<Meeting> {
         loop {
+            if self.opened.elapsed() >= self.dialler.timeout && self.again.swap(false, Ordering::Relaxed) {
+                self.subscription = None;
+            }
             let Some(subscription) = &mut self.subscription else {
                 self.dialler.pause(self.tries)?;
                 let dialler = Arc::clone(&self.dialler);
@@ -112,7 +132,7 @@ impl Meetings {
         self.tries = self.tries.saturating_add(1);
         match Subscription::open(dialler, deadline, &self.request)? {
             (subscription, Message::Opened(_)) => {
-                (self.subscription, self.tries) = (Some(subscription), 0);
+                (self.subscription, self.opened, self.tries) = (Some(subscription), Instant::now(), 0);
                 Ok(())
             }
             (_, other) => Err(unexpected(&other, "opened")),
