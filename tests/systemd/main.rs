@@ -105,13 +105,15 @@ fn run(command: &str) -> Output {
     process.args(words).args(["sh", "-c", command]).output().unwrap()
 }
 
-/// How often a new keeper was sent everything, as the journal says.
+/// How often the server and the keeper came to hold the same, as the journal says: a new keeper was sent everything, or a new server has
+/// taken over everything.
 fn resends() -> usize {
-    let output = run("journalctl -u vmmfd-keeper -o cat --no-pager | grep -c 'descriptors of the server are held'");
+    let lines = "-e 'descriptors of the server are held' -e 'reactor: serving'";
+    let output = run(&format!("journalctl -u vmmfd-keeper -u vmmfd -o cat --no-pager | grep -c {lines}"));
     String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or(0)
 }
 
-/// Waits until the next keeper has everything. Before that, puts may be acknowledged while the server alone has them: those that the
+/// Waits until the next keeper, or the next server, has everything. Before that, puts may be acknowledged while the server alone has them: those that the
 /// old keeper's socket took before its end was seen.
 fn wait_for_resend(load: &Load, before: usize) {
     let begun = Instant::now();
