@@ -135,7 +135,7 @@ impl<'a> Session<'a> {
         let replies = options.round_trip && writable && buffer.content().expects_reply();
         let access = request.access.unwrap_or(if replies { Access::ReadWrite } else { Access::ReadOnly });
         if access == Access::ReadWrite && !writable {
-            let message = "the buffer is sealed and offered read-only, but access rw was requested";
+            let message = "the owner shares this buffer read-only, but access rw was requested";
             return Err(mismatch(ErrorCode::Access, message));
         }
         let range = buffer.range(request.range)?;

@@ -118,7 +118,7 @@ fn sealed_buffer_is_lent_read_only(meeting: Meeting) {
         let producer = meeting.listening(&options);
         assert!(meeting.consumer(&[]).end().code(0).stdout.contains("read-only"));
         meeting.consumer(&["--access", "ro"]).end().code(0);
-        meeting.consumer(&["--access", "rw"]).end().code(4).says("the buffer is sealed");
+        meeting.consumer(&["--access", "rw"]).end().code(4).says("the owner shares this buffer read-only");
         let ended = producer.end();
         let told = if meeting.backend() == "host" {
             "enforced: the kernel refuses every write"
