@@ -1,6 +1,6 @@
 //! The errors of the tools, and hints about these and the library's errors.
 
-use std::{borrow::Cow, path::PathBuf, time::Duration};
+use std::{borrow::Cow, path::PathBuf};
 
 use vmmfd::error::{BrokerError, Error, ErrorCode, ErrorKind, LoadError, PeerError, RefusalCode, SocketError};
 
@@ -14,23 +14,6 @@ pub enum ToolError {
         path: PathBuf,
         /// The reason, as the rest of a sentence.
         problem: String,
-    },
-
-    /// The name of a new object belongs to another user.
-    #[error("`{name}` exists, and this user may not {verb} it")]
-    NotWritable {
-        name: String,
-        /// The permission that this user lacks: `read` or `replace`.
-        verb: &'static str,
-    },
-
-    /// The peer of a meeting did not appear.
-    #[error("no other doctor met this one at {} within {waited:?}", path.display())]
-    Absent {
-        path: PathBuf,
-        waited: Duration,
-        /// The missing command: `serve` or `join`.
-        missing: &'static str,
     },
 
     /// A process can't be restored after a checkpoint.
@@ -86,8 +69,8 @@ impl From<ToolError> for Error {
 pub fn kind_of(error: &Error) -> ErrorKind {
     match ToolError::of(error) {
         Some(ToolError::File { .. }) => ErrorKind::Usage,
-        Some(ToolError::NotWritable { .. } | ToolError::Tied { .. }) => ErrorKind::Object,
-        Some(ToolError::Absent { .. } | ToolError::Http { .. }) => ErrorKind::Peer,
+        Some(ToolError::Tied { .. }) => ErrorKind::Object,
+        Some(ToolError::Http { .. }) => ErrorKind::Peer,
         Some(ToolError::Child { .. }) | None => error.kind(),
     }
 }
@@ -100,10 +83,6 @@ pub fn hint(error: &Error) -> Option<Cow<'_, str>> {
             ToolError::Tied { remedy, .. } => (!remedy.is_empty()).then(|| remedy.into()),
             ToolError::Http { hint, .. } => hint.map(Cow::from),
             ToolError::File { .. } => None,
-            ToolError::NotWritable { .. } => Some("use another name, or ask the object's owner to delete it".into()),
-            ToolError::Absent { missing, .. } => {
-                Some(format!("run `vmmfd doctor {missing}` on the same --socket, or wait longer with --wait").into())
-            }
         };
     }
     option_hint(error).map(Cow::from).or_else(|| error.hint())
@@ -127,7 +106,7 @@ fn option_hint(error: &Error) -> Option<&'static str> {
         Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
         | Error::Socket(SocketError::Denied { group: None, .. }) => {
             "the process that listens there must be started with --allow-uid and this user's number; a broker also admits the members of a \
-             group with --allow-gid"
+             group with --allow-gid; if the socket's mode admits this user, SELinux does not: give both containers the same label"
         }
         Error::Socket(SocketError::Denied { .. }) => {
             "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"

@@ -45,10 +45,6 @@ impl Line {
         self.socket.timeout()
     }
 
-    pub fn set_timeout(&mut self, timeout: Duration) {
-        self.socket.set_timeout(timeout);
-    }
-
     /// Sends a JSON record. Blocks while the peer's queue is full, up to the timeout.
     ///
     /// # Errors
@@ -67,28 +63,19 @@ impl Line {
         self.send_bare(&record, fds)
     }
 
-    /// Receives a JSON record. Blocks up to the timeout.
+    /// Receives a JSON record. Blocks up to the timeout. Unexpected descriptors are closed.
     ///
     /// # Errors
     /// [`PeerError::Timeout`](vmmfd::error::PeerError::Timeout); [`PeerError::Gone`] at the end of the connection; [`PeerError::Protocol`]
     /// if the record is too long, or not JSON of this type; [`Error::Interrupted`], [`Error::System`].
     pub fn receive<T: DeserializeOwned>(&self) -> Result<T> {
-        self.receive_within(self.timeout())
+        self.receive_with().map(|(record, _)| record)
     }
 
     /// As [`Line::receive`], with the record's descriptors.
     pub fn receive_with<T: DeserializeOwned>(&self) -> Result<(T, Vec<OwnedFd>)> {
-        self.receive_all(self.timeout())
-    }
-
-    /// As [`Line::receive`], with another timeout. Unexpected descriptors are closed.
-    pub fn receive_within<T: DeserializeOwned>(&self, timeout: Duration) -> Result<T> {
-        self.receive_all(timeout).map(|(record, _)| record)
-    }
-
-    fn receive_all<T: DeserializeOwned>(&self, timeout: Duration) -> Result<(T, Vec<OwnedFd>)> {
         let mut bytes = vec![0; MAX_RECORD + 1];
-        let record = self.socket.receive_by(&mut bytes, deadline_after(timeout), self.purpose)?;
+        let record = self.socket.receive_by(&mut bytes, deadline_after(self.timeout()), self.purpose)?;
         let read = serde_json::from_slice(&bytes[..record.length]).map_err(|error| invalid(&error))?;
         Ok((read, record.fds))
     }

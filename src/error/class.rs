@@ -199,7 +199,10 @@ fn socket_hint(error: &SocketError) -> Option<&'static str> {
         SocketError::Denied { group: Some(_), .. } => {
             "add this user to that group and log in again, or let the process that listens there admit this user"
         }
-        SocketError::Denied { .. } => NOT_ADMITTED,
+        SocketError::Denied { .. } => {
+            "the process that listens there must admit this user, or a group of this user; if the socket's mode does, SELinux does not: give \
+             both containers the same label"
+        }
         _ => return None,
     })
 }

@@ -45,9 +45,7 @@ fn json_prints_one_object_whatever_happens() {
         (&["--json"], 2, "usage"),
         (&["consume", "--nope", "--json"], 2, "usage"),
         (&["doctor", "--json", "--only", "nope"], 2, "usage"),
-        (&["doctor", "serve", "--json"], 2, "usage"),
         (&["doctor", "--json", "--device", "9"], 3, "unsupported"),
-        (&["doctor", "join", "--json", "--wait", "100ms", "--socket", socket], 4, "peer"),
         (&["devices", "--json", "stray"], 2, "usage"),
         (&["pub", "--json"], 2, "usage"),
         (&["sub", "--json", "--timeout", "100ms", "--at", socket, "--backend", "cuda"], 4, "peer"),
@@ -118,7 +116,6 @@ fn bad_names_and_files_are_one_sentence() {
         &["consume", "--backend", "host", "--to", "/nonexistent/out"][..],
         &["produce", "--backend", "host", "--from", "/nonexistent/out"],
         &["doctor", "--show", "/nonexistent/out"],
-        &["doctor", "serve", "--backend", "host", "--socket", "/nonexistent/out"],
     ] {
         vmmfd(&meeting, arguments).end().code(2).says("/nonexistent");
     }
@@ -172,7 +169,7 @@ fn installation_has_man_pages_and_completions() {
     let meeting = Meeting::host();
     let folder = meeting.folder().join("share/man");
     let listed = help(&meeting, &["man", folder.to_str().unwrap()]);
-    for name in ["vmmfd.1", "vmmfd-who.1", "vmmfd-doctor-serve.1", "producer.1", "consumer.1"] {
+    for name in ["vmmfd.1", "vmmfd-who.1", "vmmfd-doctor.1", "producer.1", "consumer.1"] {
         assert!(folder.join(name).is_file() && listed.contains(name), "{name} in {listed}");
     }
     assert!(!listed.contains("child") && !listed.contains("help"), "{listed}");
@@ -186,7 +183,7 @@ fn installation_has_man_pages_and_completions() {
     let output = Command::new(script).arg(program).arg(&prefix).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for (file, words) in [
-        ("share/man/man1/vmmfd-doctor-serve.1", ".TH"),
+        ("share/man/man1/vmmfd-doctor.1", ".TH"),
         ("share/bash-completion/completions/vmmfd", "_vmmfd"),
         ("share/zsh/site-functions/_vmmfd", "#compdef vmmfd"),
         ("share/fish/vendor_completions.d/vmmfd.fish", "complete -c vmmfd"),

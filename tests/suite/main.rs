@@ -33,7 +33,6 @@ mod deploy;
 mod diagnosis;
 mod docs;
 mod doctor;
-mod doctor_meeting;
 mod engines;
 mod examples;
 mod exporter;

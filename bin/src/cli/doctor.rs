@@ -2,22 +2,20 @@
 
 use std::io;
 
-use clap::Subcommand;
-
 use super::output::{is_coloured, json_line};
 use crate::{
     cli::prelude::*,
-    doctor::{self, DoctorPlan, DoctorReport, Flag, Meeting, MeetingRole, PROBES, Probe, text},
+    doctor::{self, DoctorPlan, DoctorReport, Flag, PROBES, Probe, text},
 };
 
 const CODES: &str = exit_codes!(
     "VMM fd sharing works on every selected device",
-    "a required probe failed, or the installed driver does not start"; 2 3 4 5 130
+    "a required probe failed, or the installed driver does not start"; 2 3 5 130
 );
 
 /// Tests whether this machine can share GPU memory, and why not
 #[derive(Debug, Args)]
-#[command(after_help = CODES, args_conflicts_with_subcommands = true)]
+#[command(after_help = CODES)]
 pub(super) struct DoctorOptions {
     #[command(flatten)]
     plan: DoctorPlan,
@@ -29,19 +27,6 @@ pub(super) struct DoctorOptions {
     /// Print a report that --json wrote on any machine, and run no probes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "faults", "device"], help_heading = "Output")]
     show: Option<PathBuf>,
-
-    #[command(subcommand)]
-    end: Option<MeetCommand>,
-}
-
-#[derive(Debug, Subcommand)]
-enum MeetCommand {
-    /// Waits for another doctor (in another container or namespace, or of another user) and tests sharing with it
-    #[command(after_help = CODES)]
-    Serve(Meeting),
-    /// Connects to `doctor serve`; both print the same report
-    #[command(after_help = CODES)]
-    Join(Meeting),
 }
 
 /// The report of `--list`.
@@ -104,11 +89,7 @@ impl Tool for DoctorOptions {
             return Ok(ToolOutput { text: rendered(&doctor::read(file)?, json), exit: Exit::Verified });
         }
         let observer = |what: &str, done: usize, all: usize| progress.step(what, done, all);
-        let report = match &self.end {
-            Some(MeetCommand::Serve(meeting)) => doctor::meet(MeetingRole::Serve, meeting, cancel, &observer)?,
-            Some(MeetCommand::Join(meeting)) => doctor::meet(MeetingRole::Join, meeting, cancel, &observer)?,
-            None => doctor::run(&self.plan, cancel, &observer)?,
-        };
+        let report = doctor::run(&self.plan, cancel, &observer)?;
         let exit = match report.exit_code {
             0 => Exit::Verified,
             3 => Exit::Unsupported,

@@ -73,7 +73,7 @@ enum Command {
     Schema(SchemaOptions),
     /// Prints the help of a command
     Help {
-        /// Command, as `put` or `doctor serve`
+        /// Command, such as `put`
         #[arg(value_name = "COMMAND")]
         command: Vec<OsString>,
     },

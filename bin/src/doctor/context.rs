@@ -5,31 +5,18 @@ use vmmfd::channel::Cancel;
 use super::process::{Child, Endpoint, Role};
 use crate::doctor::prelude::*;
 
-/// The other process of a probe.
-#[derive(Debug)]
-enum Peer {
-    Child(Child),
-    /// The other side of a meeting.
-    Remote(Line),
-}
-
 #[derive(Debug)]
 pub(super) struct ProbeContext {
     pub(super) device: Device,
     /// This side of an exchange.
     pub(super) end: Endpoint,
-    /// The other process, once a probe has started it, or in a meeting.
-    peer: Option<Peer>,
+    /// The other process, once a probe has started it.
+    peer: Option<Child>,
 }
 
 impl ProbeContext {
-    pub(super) fn new(device: Device, end: Endpoint, remote: Option<Line>) -> Self {
-        Self { device, end, peer: remote.map(Peer::Remote) }
-    }
-
-    /// Whether the other process is the other side of a meeting.
-    pub(super) fn meets(&self) -> bool {
-        matches!(self.peer, Some(Peer::Remote(_)))
+    pub(super) fn new(device: Device, end: Endpoint) -> Self {
+        Self { device, end, peer: None }
     }
 
     /// Starts another process of the probe. It inherits standard error.
@@ -46,12 +33,11 @@ impl ProbeContext {
             None => {
                 let mut child = self.start_child("the other process of the probe", Role::Peer)?;
                 child.ready()?;
-                Peer::Child(child)
+                child
             }
         };
-        let (Peer::Child(Child { line, .. }) | Peer::Remote(line)) = &peer;
-        let result = work(&self.end, line, &self.device);
-        if matches!(peer, Peer::Remote(_)) || result.as_ref().is_ok_and(|finding| finding.status == Status::Ok) {
+        let result = work(&self.end, &peer.line, &self.device);
+        if result.as_ref().is_ok_and(|finding| finding.status == Status::Ok) {
             self.peer = Some(peer);
         }
         result

@@ -1,6 +1,6 @@
 //! The details of an error in a report.
 
-use std::{io, ops::Not};
+use std::io;
 
 use nix::libc;
 use schemars::JsonSchema;
@@ -28,8 +28,6 @@ pub enum Reason {
     FileLimit,
     /// Descriptors were lost while receiving a record.
     DescriptorsLost,
-    /// This user may not connect to the socket.
-    ConnectDenied,
     /// Unknown to this version.
     #[serde(other)]
     Other,
@@ -43,7 +41,6 @@ impl Reason {
             Error::Load(LoadError::MissingSymbol { .. }) => Some(Self::MissingFunction),
             Error::Memory(MemoryError::TooManyDescriptors { .. }) => Some(Self::FileLimit),
             Error::Peer(PeerError::Protocol(ProtocolError::FdsTruncated { .. })) => Some(Self::DescriptorsLost),
-            Error::Socket(SocketError::Denied { .. }) => Some(Self::ConnectDenied),
             _ => {
                 let mut causes = anyhow::Chain::new(error).filter_map(|error| error.downcast_ref::<io::Error>());
                 causes.any(|error| error.raw_os_error() == Some(libc::EMFILE)).then_some(Self::FileLimit)
@@ -79,9 +76,6 @@ pub struct ErrorDetails {
     /// The cause, if identified.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<Reason>,
-    /// Whether the error occurred at the peer of a meeting, or in the other process of a probe.
-    #[serde(default, skip_serializing_if = "Not::not")]
-    pub other_end: bool,
     /// The error in one line.
     pub message: String,
 }
@@ -120,12 +114,12 @@ impl ErrorDetails {
 
     /// An error without a driver's error number.
     pub(super) fn new(kind: &str, message: String) -> Self {
-        Self { call: None, code: None, name: None, kind: kind.to_owned(), reason: None, other_end: false, message }
+        Self { call: None, code: None, name: None, kind: kind.to_owned(), reason: None, message }
     }
 
-    /// Marks the error as the peer's.
+    /// Marks the error as that of the other process.
     pub(super) fn of_other_end(self) -> Self {
-        Self { message: format!("the peer: {}", self.message), other_end: true, ..self }
+        Self { message: format!("the peer: {}", self.message), ..self }
     }
 
     /// Whether a feature is not supported, as opposed to failing.
@@ -166,7 +160,6 @@ mod tests {
             (io(libc::EACCES), None),
             (ProtocolError::FdsTruncated { most: 128 }.into(), Some(Reason::DescriptorsLost)),
             (ProtocolError::LongRecord { most: 128 }.into(), None),
-            (SocketError::Denied { path: "s".into(), group: None }.into(), Some(Reason::ConnectDenied)),
         ] {
             assert_eq!(ErrorDetails::of(&error).reason, reason, "{error}");
         }

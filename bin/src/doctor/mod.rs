@@ -1,13 +1,11 @@
 //! Tests whether this machine can share GPU memory between processes, and explains failures.
 //!
 //! Probes produce a [`DoctorReport`]. See [`report`] for its fields, [`rules`] for causes and remedies, and [`text`] for the output. Every
-//! driver call runs in a child process with a time limit: see [`run`], and [`meet`] for probes with another doctor.
+//! driver call runs in a child process with a time limit: see [`run`].
 
 mod context;
-mod control;
 pub mod environment;
 mod error_details;
-mod meeting;
 mod options;
 mod prelude;
 mod probes;
@@ -23,8 +21,7 @@ mod worker;
 pub use self::{
     environment::Environment,
     error_details::{ErrorDetails, Reason},
-    meeting::{MeetingRole, meet},
-    options::{DoctorPlan, Meeting},
+    options::DoctorPlan,
     probes::{Flag, PROBES, Probe, Scope},
     report::{DeviceReport, DoctorReport, Finding, PairReport, Status, read},
     runner::{Observer, run},

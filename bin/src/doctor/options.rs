@@ -1,6 +1,6 @@
 //! The options of the doctor.
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 use clap::{
     Args,
@@ -9,7 +9,7 @@ use clap::{
 use vmmfd::{driver::Backend, error::ParseError, memory::Selector};
 
 use super::{Flag, PROBES, Probe, Scope};
-use crate::cli::{BACKEND, parse_timeout, parse_uid};
+use crate::cli::{BACKEND, parse_timeout};
 
 /// Selects the probes of a run.
 #[derive(Debug, Args)]
@@ -35,31 +35,6 @@ pub struct DoctorPlan {
     /// Device to test; a UUID may be abbreviated
     #[arg(long, value_name = "all|ORDINAL|UUID", default_value = "all", value_parser = parse_device, help_heading = "Sharing")]
     pub device: DeviceArg,
-}
-
-/// The options of a meeting.
-#[derive(Debug, Args)]
-pub struct Meeting {
-    /// Backend of the memory: host tests this command, not a GPU
-    #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
-    pub backend: Backend,
-
-    /// Unix socket in a folder that both doctors share: other sockets are created and removed under the same name
-    #[arg(long, value_name = "PATH", help_heading = "Meeting")]
-    pub socket: PathBuf,
-
-    /// Other user that the peer may run as, besides this user and root; repeatable. In a user namespace, an outside user appears as the
-    /// overflow uid, 65534
-    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
-    pub allow_uids: Vec<u32>,
-
-    /// Longest wait for the other doctor
-    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_timeout, help_heading = "Meeting")]
-    pub wait: Duration,
-
-    /// Time limit of each step
-    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Meeting")]
-    pub timeout: Duration,
 }
 
 /// One device, or all. clap treats a plain `Option` as an option that may be omitted.

@@ -4,12 +4,12 @@ use std::{os::fd::OwnedFd, path::PathBuf};
 
 use serde::{Deserialize, de::DeserializeOwned};
 use vmmfd::{
-    channel::{Cancel, Trust},
+    channel::Cancel,
     driver::{Choice, Driver, open},
     session::Config,
 };
 
-use super::control::ControlRecord;
+use super::sharing::ControlRecord;
 use crate::{
     child::{Process, ProcessEnd, command, start},
     doctor::prelude::*,
@@ -21,17 +21,14 @@ pub(super) struct Setting {
     pub(super) backend: Backend,
     /// The socket for handoffs between the two processes. Files are created next to it.
     pub(super) socket: PathBuf,
-    /// The users that the other process may run as, besides this process's user and root.
-    pub(super) uids: Vec<u32>,
     /// The timeout of each wait for the other process.
     pub(super) timeout: Duration,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Role {
-    /// Runs probes in order and sends each finding. Probes of a pair use memory of the device `owner`. If it `meets`, the first record has
-    /// the connection to the other side of a meeting, which then is the other process of each probe.
-    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String>, meets: bool },
+    /// Runs probes in order and sends each finding. Probes of a pair use memory of the device `owner`.
+    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
     /// Answers requests as the other process of a probe.
     Peer,
     /// Creates memory with a pattern, and sends its descriptor.
@@ -55,8 +52,7 @@ impl Endpoint {
     }
 
     pub(super) fn config(&self, cancel: &Cancel) -> Config {
-        let Setting { uids, timeout, .. } = self.setting.clone();
-        Config::default().timeout(timeout).trust(Trust { uids }).cancel(cancel)
+        Config::default().timeout(self.setting.timeout).cancel(cancel)
     }
 }
 

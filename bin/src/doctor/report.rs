@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::{doctor::prelude::*, error::ToolError, schema::VERSION, stamp};
 
-/// The report on a machine, or on both sides of a meeting.
+/// The report on a machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DoctorReport {
     pub schema: u32,
@@ -18,11 +18,7 @@ pub struct DoctorReport {
     pub made: String,
     /// The backend under test.
     pub backend: Backend,
-    /// The environment of this side.
     pub environment: Environment,
-    /// The environment of the peer, in a meeting.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub peer: Option<Environment>,
     /// The probes that must be `ok` for a positive verdict.
     pub required: Vec<String>,
     /// The findings about the whole machine.
@@ -46,7 +42,6 @@ impl DoctorReport {
             made: stamp::now(),
             backend,
             environment,
-            peer: None,
             required,
             machine: Vec::new(),
             devices: Vec::new(),

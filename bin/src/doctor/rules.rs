@@ -4,8 +4,6 @@
 //! most specific first: a name, a condition, and sentences, which docs/diagnose.md repeats. A condition has alternatives (`or`) of facts that
 //! must all hold (`and`). A fact is a flag, or a name with the values that fit, such as `code=100`: see [`Facts`].
 
-use serde_json::Value;
-
 use super::environment::{CLibrary, Node};
 use crate::doctor::prelude::*;
 
@@ -68,7 +66,7 @@ const MEMORY: [&str; 4] = ["dma-buf", "fabric", "peer", "memory"];
 struct Facts(Vec<(&'static str, String)>);
 
 impl Facts {
-    fn of(finding: &Finding, env: &Environment, peer: Option<&Environment>) -> Self {
+    fn of(finding: &Finding, env: &Environment) -> Self {
         let error = finding.error.as_ref();
         let signal = |error: &ErrorDetails| {
             let name = error.name.as_deref().filter(|name| *name == "SIGKILL").unwrap_or("other");
@@ -84,7 +82,7 @@ impl Facts {
             ("reason", error.and_then(|error| error.reason).and_then(name_of)),
             ("signal", error.and_then(signal)),
         ];
-        let flags = of_finding(finding).into_iter().chain(of_environment(env)).chain(of_both(env, peer));
+        let flags = of_finding(finding).into_iter().chain(of_environment(env));
         let flags = flags.filter(|(_, holds)| *holds).map(|(name, _)| (name, String::new()));
         Self(values.into_iter().filter_map(|(name, value)| Some((name, value?))).chain(flags).collect())
     }
@@ -96,10 +94,9 @@ impl Facts {
 }
 
 /// The flags about a finding, and whether they hold.
-fn of_finding(finding: &Finding) -> [(&'static str, bool); 8] {
+fn of_finding(finding: &Finding) -> [(&'static str, bool); 7] {
     let Finding { probe, error, figures, .. } = finding;
     let probe = probe.as_str();
-    let figure = |name: &str, holds: fn(&Value) -> bool| figures.get(name).is_some_and(holds);
     [
         ("error", error.is_some()),
         ("no-error", error.is_none()),
@@ -107,14 +104,12 @@ fn of_finding(finding: &Finding) -> [(&'static str, bool); 8] {
         ("uses-vmm", VMM.contains(&probe)),
         ("shares-memory", SHARING.contains(&probe)),
         ("uses-memory", SHARING.contains(&probe) || MEMORY.contains(&probe)),
-        // The socket's mode lets this process connect.
-        ("permitted", figure("permitted", |permitted| permitted == true)),
         // Not the default.
-        ("compute-mode", figure("compute_mode", |mode| mode.as_u64() != Some(0))),
+        ("compute-mode", figures.get("compute_mode").is_some_and(|mode| mode.as_u64() != Some(0))),
     ]
 }
 
-fn of_environment(env: &Environment) -> [(&'static str, bool); 23] {
+fn of_environment(env: &Environment) -> [(&'static str, bool); 22] {
     let gpu_node = env.nodes.iter().any(is_gpu);
     let no_compute = |list: &String| {
         // An empty value means the runtime's default, which includes compute.
@@ -136,7 +131,6 @@ fn of_environment(env: &Environment) -> [(&'static str, bool); 23] {
         ("musl", env.c_library == Some(CLibrary::Musl)),
         ("container", env.container.is_some()),
         ("no-compute", env.driver_capabilities.as_ref().is_some_and(no_compute)),
-        ("categories", categories(env).is_some()),
         ("other-proc", env.own_proc == Some(false)),
         ("visible-devices", env.visible_devices.is_some()),
         ("wsl", env.wsl),
@@ -152,24 +146,6 @@ fn of_environment(env: &Environment) -> [(&'static str, bool); 23] {
     ]
 }
 
-/// Compares the environments of both sides of a meeting.
-fn of_both(env: &Environment, peer: Option<&Environment>) -> [(&'static str, bool); 2] {
-    let differ = |own: Option<u64>, theirs: Option<u64>| own.zip(theirs).is_some_and(|(own, theirs)| own != theirs);
-    let namespaces = |peer: &Environment| {
-        differ(env.pid_namespace, peer.pid_namespace) || differ(env.ipc_namespace, peer.ipc_namespace)
-    };
-    let labels = categories(env).zip(peer.and_then(categories));
-    [
-        ("other-namespaces", peer.is_some_and(namespaces)),
-        ("other-categories", labels.is_some_and(|(own, theirs)| own != theirs)),
-    ]
-}
-
-/// The categories of an SELinux label: `c1,c2` in `system_u:system_r:container_t:s0:c1,c2`. AppArmor labels have none.
-fn categories(environment: &Environment) -> Option<&str> {
-    environment.label.as_deref()?.splitn(5, ':').nth(4)
-}
-
 /// Whether a node is a GPU, such as `/dev/nvidia0`.
 fn is_gpu(node: &Node) -> bool {
     let number = node.path.strip_prefix("/dev/nvidia");
@@ -181,18 +157,12 @@ fn name_of(value: impl Serialize) -> Option<String> {
     serde_json::to_value(value).ok()?.as_str().map(str::to_owned)
 }
 
-/// Sets the cause and remedy of a `failed` or `unsupported` finding from the first matching rule. An error of the peer of a meeting is
-/// explained by its environment.
-pub(super) fn explain(finding: &mut Finding, own: &Environment, peer: Option<&Environment>) {
+/// Sets the cause and remedy of a `failed` or `unsupported` finding from the first matching rule.
+pub(super) fn explain(finding: &mut Finding, environment: &Environment) {
     if !matches!(finding.status, Status::Failed | Status::Unsupported) {
         return;
     }
-    let theirs = finding.error.as_ref().is_some_and(|error| error.other_end);
-    let (environment, other) = match peer {
-        Some(peer) if theirs => (peer, Some(own)),
-        _ => (own, peer),
-    };
-    let facts = Facts::of(finding, environment, other);
+    let facts = Facts::of(finding, environment);
     if let Some(Rule { name, cause, remedy, .. }) = rules().find(|rule| rule.matches(&facts)) {
         finding.cause = Some(cause.to_owned());
         finding.remedy = Some(remedy.to_owned());

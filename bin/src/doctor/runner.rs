@@ -2,7 +2,6 @@
 
 use std::{
     io,
-    os::fd::AsFd,
     sync::{Mutex, PoisonError},
     thread,
 };
@@ -11,7 +10,6 @@ use vmmfd::{channel::Cancel, driver::DeviceUuid, internals::choose_device};
 
 use super::{
     DeviceReport, DoctorPlan, DoctorReport, Flag, PROBES, PairReport, Probe, Scope,
-    control::check_connected,
     process::{Child, Role, Setting},
     report::micros,
     verdict::conclude,
@@ -43,10 +41,9 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     // The error of the other process of a probe must arrive before the probe's time limit.
     let step = plan.timeout.mul_f64(0.75);
     let socket = folder.path().to_owned();
-    let setting = Setting { backend: plan.backend, socket, uids: Vec::new(), timeout: step };
-    let limit = plan.timeout;
-    let counts = Mutex::default();
-    let runner = Runner { setting, folder: Some(folder.path()), limit, cancel, observer, control: None, counts };
+    let setting = Setting { backend: plan.backend, socket, timeout: step };
+    let runner =
+        Runner { setting, folder: folder.path(), limit: plan.timeout, cancel, observer, counts: Mutex::default() };
     // The probe `driver` lists the devices.
     let wanted = |probe: &&Probe| probe.scope() == Scope::Machine && (plan.wants(probe) || probe.name == "driver");
     let machine_probes: Vec<&Probe> = PROBES.iter().filter(wanted).collect();
@@ -80,19 +77,17 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
 }
 
 /// Starts the child processes that run probes.
-pub(super) struct Runner<'a> {
-    /// The setting of the children. Without a `control`, the socket is the folder for the sockets.
-    pub(super) setting: Setting,
+struct Runner<'a> {
+    /// The setting of the children. The socket is the folder for the sockets.
+    setting: Setting,
     /// The folder that the children remove if this process dies.
-    pub(super) folder: Option<&'a Path>,
+    folder: &'a Path,
     /// The time limit of a probe.
-    pub(super) limit: Duration,
-    pub(super) cancel: &'a Cancel,
-    pub(super) observer: Observer<'a>,
-    /// The connection to the other side of a meeting.
-    pub(super) control: Option<&'a Line>,
+    limit: Duration,
+    cancel: &'a Cancel,
+    observer: Observer<'a>,
     /// The numbers of finished probes and of all probes.
-    pub(super) counts: Mutex<(usize, usize)>,
+    counts: Mutex<(usize, usize)>,
 }
 
 /// The most devices or pairs probed in parallel; each needs up to three processes.
@@ -103,13 +98,13 @@ const MAX_TIMEOUTS: usize = 3;
 
 impl Runner<'_> {
     /// Adds to the numbers of finished probes and of all probes, and returns both.
-    pub(super) fn count(&self, finished: usize, more: usize) -> (usize, usize) {
+    fn count(&self, finished: usize, more: usize) -> (usize, usize) {
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         *counts = (counts.0 + finished, counts.1 + more);
         *counts
     }
 
-    pub(super) fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
+    fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
         let what = match (device, owner) {
             (Some(device), Some(owner)) => format!("devices {device} and {owner}: {}", probe.name),
             (Some(device), None) => format!("device {device}: {}", probe.name),
@@ -120,13 +115,11 @@ impl Runner<'_> {
     }
 
     /// Starts a child. At any time, at most one child has this role for these devices.
-    pub(super) fn start(&self, role: Role, device: Option<i32>, owner: Option<i32>) -> Result<Child> {
+    fn start(&self, role: Role, device: Option<i32>, owner: Option<i32>) -> Result<Child> {
         let number = |device: Option<i32>| device.map_or_else(String::new, |ordinal| ordinal.to_string());
         let mut setting = self.setting.clone();
-        if self.control.is_none() {
-            setting.socket.push(format!("m{}-{}", number(device), number(owner)));
-        }
-        Child::start("the process of the probes", &setting, role, self.folder, true, self.limit, self.cancel)
+        setting.socket.push(format!("m{}-{}", number(device), number(owner)));
+        Child::start("the process of the probes", &setting, role, Some(self.folder), true, self.limit, self.cancel)
     }
 
     /// Probes devices in parallel.
@@ -160,15 +153,14 @@ impl Runner<'_> {
         Ok(reports)
     }
 
-    pub(super) fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
+    fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
         self.run_more(probes, device, owner, &mut findings)?;
         Ok(findings)
     }
 
-    /// Runs probes in order, in as many child processes as necessary, and adds their findings. In a meeting, it stops if a process ends
-    /// during a probe: the other side still answers that process.
-    pub(super) fn run_more(
+    /// Runs probes in order, in as many child processes as necessary, and adds their findings.
+    fn run_more(
         &self,
         probes: &[&Probe],
         device: Option<i32>,
@@ -201,28 +193,17 @@ impl Runner<'_> {
                 Err(error) => {
                     self.cancel.check()?;
                     findings.push(probe.cut_short(Some(micros(started.elapsed())), error));
-                    if self.control.is_some() {
-                        return Ok(());
-                    }
                 }
             }
             remaining = later;
             self.count(1, 0);
-            if let Some(control) = self.control {
-                // Otherwise each further probe would fail, and the last of them would be named as the cause.
-                check_connected(control)?;
-            }
         }
         Ok(())
     }
 
     fn start_probes(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Child> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let child = self.start(Role::Probes { device, owner, names, meets: self.control.is_some() }, device, owner)?;
-        if let Some(control) = self.control {
-            child.line.send_with(&(), &[control.as_fd()])?;
-        }
-        Ok(child)
+        self.start(Role::Probes { device, owner, names }, device, owner)
     }
 }
 

@@ -6,6 +6,7 @@ use std::{
     thread,
 };
 
+use serde::Deserialize;
 use vmmfd::{
     channel::{Cancel, CancelReason, Listener},
     driver::DeviceUuid,
@@ -19,7 +20,6 @@ use vmmfd::{
 };
 
 use super::{
-    control::{ControlRecord, Opened},
     process::Endpoint,
     report::{micros, timed},
 };
@@ -30,6 +30,49 @@ use crate::{
 
 /// The size of the shared memory: more than one granule, and not a whole number of words, to test unaligned sizes.
 const SIZE: u64 = (4 << 20) + 13;
+
+/// A record between the two processes of a probe.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum ControlRecord {
+    /// The first record of a child: its driver has started.
+    Ready {},
+    /// Memory is offered at the socket. The answer is `Done`.
+    Begin {},
+    /// A CUDA event for the peer to wait for. The answer is `Done`.
+    Event {
+        device: DeviceUuid,
+        handle: String,
+    },
+    /// Memory or an event was opened.
+    Done(Opened),
+    Failed {
+        error: ErrorDetails,
+    },
+}
+
+/// Opened memory, or an event. Times are in microseconds.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(super) struct Opened {
+    open_us: u64,
+    /// The size of the memory.
+    bytes: u64,
+    /// How long the wait for the event took.
+    wait_us: u64,
+}
+
+impl ControlRecord {
+    fn answer(result: Result<Opened>) -> Self {
+        result.map_or_else(|error| Self::Failed { error: error.into() }, Self::Done)
+    }
+
+    /// The error for a record of another kind than `want`; the peer's, if it reports one.
+    pub(super) fn unexpected(self, want: &'static str) -> ErrorDetails {
+        match self {
+            Self::Failed { error } => error.of_other_end(),
+            _ => ErrorDetails::of(&ProtocolError::Unexpected { got: "another record", want }.into()),
+        }
+    }
+}
 
 /// The kind of memory that a probe shares.
 #[derive(Debug, Clone, Copy)]
@@ -61,9 +104,6 @@ impl MemoryKind {
         meaning: "Two processes share the host's memory, for the device and the CPU, and see each other's bytes.",
     };
 
-    /// The call in the error of a socket that can't be created.
-    const BIND: &str = "bind";
-
     /// Fails if the driver does not support the kind.
     fn require(self, device: &Device) -> Result<()> {
         match self.probe {
@@ -76,17 +116,7 @@ impl MemoryKind {
     /// Shares memory with another process. If the kind is not supported, none is started.
     pub(super) fn share(self, context: &mut ProbeContext) -> ProbeResult {
         self.require(&context.device)?;
-        let back = context.meets() && self.probe == Self::ROUND_TRIP.probe;
-        context.with_peer(|end, control, device| {
-            let finding = share(end, control, device, self)?;
-            if back && finding.status == Status::Ok { share_back(end, control, device, finding) } else { Ok(finding) }
-        })
-    }
-
-    /// The kind for a probe's name from the peer. Other probes use the plain kind.
-    fn named(probe: &str) -> Self {
-        let kinds = [Self::POOL, Self::LEGACY, Self::HOST];
-        kinds.into_iter().find(|kind| kind.probe == probe).unwrap_or(Self::ROUND_TRIP)
+        context.with_peer(|end, control, device| share(end, control, device, self))
     }
 }
 
@@ -96,15 +126,8 @@ fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> P
     let config = end.config(&cancel);
     let content = Exercise::pattern(random_salt()?, &|_| {});
     let buffer = Buffer::create(device, (kind.spec)(SIZE), content, None, &config, &|_| {})?;
-    let listener = match Listener::bind(&end.setting.socket, &config) {
-        Ok(listener) => listener,
-        Err(error @ Error::Interrupted { .. }) => return Err(error.into()),
-        // Not an error of the memory. The caller recognises it by the call.
-        Err(error) => {
-            return Err(ErrorDetails { call: Some(MemoryKind::BIND.to_owned()), ..ErrorDetails::of(&error) });
-        }
-    };
-    control.send(&ControlRecord::Begin { probe: kind.probe.to_owned() })?;
+    let listener = Listener::bind(&end.setting.socket, &config)?;
+    control.send(&ControlRecord::Begin {})?;
     let options = ServeOptions::default().round_trip(true);
     let (done, served) = thread::scope(|scope| {
         let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
@@ -131,49 +154,11 @@ fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> P
     if let Some(error) = served.error {
         return Err(error.into());
     }
-    let finding = ok(kind.meaning).figure("bytes", opened.bytes).figure("open_us", opened.open_us);
-    Ok(match opened.through.filter(|through| *through != device.uuid()) {
-        Some(through) => finding.figure("through", through.prefixed(device.backend())),
-        None => finding,
-    })
-}
-
-/// Opens memory that the peer shares, and adds the result to the finding of the other direction.
-fn share_back(end: &Endpoint, control: &Line, device: &Device, finding: Finding) -> ProbeResult {
-    control.send(&ControlRecord::Share { probe: "round-trip".to_owned(), device: device.uuid() })?;
-    let mut opened = None;
-    let error = loop {
-        match control.receive()? {
-            ControlRecord::Begin { .. } => {
-                let result = open_shared(end, control.cancel(), Some(Selector::Uuid(device.uuid())));
-                let answered = result.as_ref().copied().map_err(ErrorDetails::of);
-                control.send(&ControlRecord::answer(answered, ControlRecord::Done))?;
-                opened = Some(result);
-            }
-            ControlRecord::Shared {} => break None,
-            ControlRecord::Failed { error } => break Some(error),
-            other => return Err(other.unexpected("shared")),
-        }
-    };
-    Ok(match (error, opened) {
-        (None, Some(Ok(opened))) => finding.figure("back", "verified").figure("back_open_us", opened.open_us),
-        (_, Some(Err(error))) => failed("The peer's memory can't be used here.").with_error(ErrorDetails::of(&error)),
-        // Neither error is about the memory, so the probe does not fail: the peer's user can't create a socket in the folder, or the peer
-        // does not see the device and reads the memory through another device.
-        (Some(error), None)
-            if error.call.as_deref() == Some(MemoryKind::BIND)
-                || error.is_unsupported() && finding.figures.contains_key("through") =>
-        {
-            let meaning = format!("one direction only: the peer can't share memory here: {}", error.message);
-            Finding { meaning, ..finding.figure("back", format!("not tested: {}", error.message)) }
-        }
-        (Some(error), _) => failed("The peer can't share its memory with this side.").with_error(error),
-        (None, None) => failed("The peer shared nothing."),
-    })
+    Ok(ok(kind.meaning).figure("bytes", opened.bytes).figure("open_us", opened.open_us))
 }
 
 /// Opens the memory that the peer shares, checks it and replies.
-fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<Opened> {
+fn open_shared(end: &Endpoint, cancel: &Cancel) -> Result<Opened> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
         if let session::Event::Mapped { elapsed, .. } = event {
@@ -182,21 +167,18 @@ fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Res
     };
     let config = end.config(cancel);
     let mut verifier = DataVerifier::new(&|_| {});
-    let mut consumer = Consumer::connect(&end.driver, device, &end.setting.socket, &config, &observer)?;
+    let mut consumer = Consumer::connect(&end.driver, None, &end.setting.socket, &config, &observer)?;
     let object = consumer.request(&Request::default())?;
     let found = consumer.verify(&object, &mut verifier)?;
     if found.verified {
         consumer.reply(&object, &mut verifier)?;
     }
     consumer.report(&object, &found)?;
-    let memory = object.description();
-    let bytes = memory.size;
-    // The device that the consumer selects by default.
-    let through = Device::for_memory_of(&end.driver, &memory.device, None).ok().map(|device| device.uuid());
+    let bytes = object.description().size;
     drop(object);
     consumer.close();
     let open_us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
-    Ok(Opened { open_us, bytes, through, wait_us: 0 })
+    Ok(Opened { open_us, bytes, wait_us: 0 })
 }
 
 /// A CUDA event. Drop destroys it.
@@ -257,23 +239,8 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<Op
 pub(super) fn answer(end: &Endpoint, control: &Line) -> Result<()> {
     loop {
         let answer = match control.receive()? {
-            ControlRecord::Begin { .. } => {
-                let opened = open_shared(end, control.cancel(), None);
-                ControlRecord::answer(opened.map_err(ErrorDetails::from), ControlRecord::Done)
-            }
-            ControlRecord::Share { probe, device } => {
-                let device = Device::find(&end.driver, Selector::Uuid(device)).map_err(ErrorDetails::from);
-                let shared = device.and_then(|device| share(end, control, &device, MemoryKind::named(&probe)));
-                let shared = shared.and_then(|finding| match finding.status {
-                    Status::Ok => Ok(()),
-                    _ => Err(finding.error.unwrap_or_else(|| ErrorDetails::new("mismatch", finding.meaning))),
-                });
-                ControlRecord::answer(shared, |()| ControlRecord::Shared {})
-            }
-            ControlRecord::Event { device, handle } => {
-                let waited = wait_for_event(end, device, &handle).map_err(ErrorDetails::from);
-                ControlRecord::answer(waited, ControlRecord::Done)
-            }
+            ControlRecord::Begin {} => ControlRecord::answer(open_shared(end, control.cancel())),
+            ControlRecord::Event { device, handle } => ControlRecord::answer(wait_for_event(end, device, &handle)),
             other => ControlRecord::Failed { error: other.unexpected("a request") },
         };
         control.send(&answer)?;

@@ -20,10 +20,7 @@ pub fn render(report: &DoctorReport, color: bool) -> String {
         Backend::Host => "backend host: ordinary memory, NO GPU IS BEING TESTED",
     };
     page.heading(&format!("{} doctor, {}, {what}", report.tool, report.made));
-    page.environment("environment", &report.environment);
-    if let Some(peer) = &report.peer {
-        page.environment("environment of the peer", peer);
-    }
+    page.environment(&report.environment);
     let column = column(report.findings().map(|finding| finding.probe.as_str()));
     if !report.machine.is_empty() {
         page.findings("machine", &report.machine, column);
@@ -73,9 +70,9 @@ impl Page {
         self.line(&text);
     }
 
-    fn environment(&mut self, title: &str, environment: &Environment) {
+    fn environment(&mut self, environment: &Environment) {
         self.line("");
-        self.heading(title);
+        self.heading("environment");
         let lines = environment.lines();
         let column = column(lines.iter().map(|(label, _)| *label));
         for (label, text) in lines {
@@ -203,7 +200,6 @@ mod tests {
         let report = json!({
             "schema": 1, "tool": "vmmfd 0.1.0", "made": "2026-11-21T16:00:00Z", "backend": "cuda",
             "environment": { "kernel": "Linux 6.18.0 x86_64" },
-            "peer": { "kernel": "Linux 5.4.0 aarch64", "visible_devices": "" },
             "required": ["driver", "export"], "machine": [driver],
             "devices": [{ "ordinal": 0, "name": "NVIDIA H200", "uuid": uuid, "findings": findings }],
             "pairs": [{ "device": 0, "owner": 1, "findings": [peer] }],
@@ -221,14 +217,6 @@ environment
   nodes          none
   IMEX channels  none
   /dev/shm       unknown
-
-environment of the peer
-  kernel                Linux 5.4.0 aarch64
-  module                none
-  CUDA_VISIBLE_DEVICES  set and empty: no device
-  nodes                 none
-  IMEX channels         none
-  /dev/shm              unknown
 
 machine
   ✓ driver  The driver starts. (in 104 ms)

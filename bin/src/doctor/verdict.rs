@@ -18,12 +18,12 @@ pub(super) fn conclude(report: &mut DoctorReport) {
     }
     let devices = devices.iter_mut().flat_map(|device| &mut device.findings);
     let findings = machine.iter_mut().chain(devices).chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
-    findings.for_each(|finding| explain(finding, environment, None));
+    findings.for_each(|finding| explain(finding, environment));
     (report.verdict, report.exit_code) = verdict(report);
 }
 
 /// The verdict and exit code of a report. A required probe without a finding counts as failed.
-pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
+fn verdict(report: &DoctorReport) -> (String, u8) {
     let driver = report.machine.iter().find(|finding| finding.probe == "driver");
     if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
         let error = driver.error.as_ref();
@@ -50,10 +50,6 @@ pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
             passed -= usize::from(scope == Scope::Device);
         }
     }
-    // A meeting that was cut short reports that as a finding about the machine, with the probe that ran then.
-    let of_device = |name: &str| Probe::named(name).is_some_and(|probe| probe.scope() == Scope::Device);
-    let cut = report.machine.iter().filter(|finding| finding.status != Status::Ok && of_device(&finding.probe));
-    failures.extend(cut.map(|finding| format!("{} was cut short{}", finding.probe, reason(finding))));
     for (untried, scope, what) in [
         (report.pairs.is_empty(), Scope::Pair, "no pair of devices was tried"),
         (report.devices.is_empty(), Scope::Device, "no device was tried"),

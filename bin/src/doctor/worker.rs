@@ -5,20 +5,15 @@ use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
-use vmmfd::{channel::Cancel, internals::RecordSocket, memory::Selector};
+use vmmfd::memory::Selector;
 
 use super::{
     Flag, Probe,
-    control::{ControlRecord, PURPOSE},
     probes::{hold, make, park},
     process::{Endpoint, Role, Setting},
-    sharing::answer,
+    sharing::{ControlRecord, answer},
 };
-use crate::{
-    child::line_to_parent,
-    doctor::prelude::*,
-    line::{only, typed},
-};
+use crate::{child::line_to_parent, doctor::prelude::*, line::typed};
 
 /// Runs the task of a child process.
 ///
@@ -32,9 +27,9 @@ pub fn run_task(task: Value) -> Result<()> {
             let probes = names.iter().filter_map(|name| Probe::named(name));
             probes.filter_map(|probe| probe.run_machine(setting.backend)).try_for_each(|found| line.send(&found))
         }
-        Role::Probes { device: Some(device), owner, names, meets } => {
+        Role::Probes { device: Some(device), owner, names } => {
             let probes: Vec<&Probe> = names.iter().filter_map(|name| Probe::named(name)).collect();
-            setting.probe(device, owner, &probes, meets, &line)
+            setting.probe(device, owner, &probes, &line)
         }
         Role::Peer => match Endpoint::open(&setting) {
             Ok(end) => {
@@ -55,19 +50,11 @@ impl Setting {
     }
 
     /// Runs probes of a device, until one corrupts the context or needs another process. The parent starts that process.
-    fn probe(&self, device: i32, owner: Option<i32>, probes: &[&Probe], meets: bool, line: &Line) -> Result<()> {
-        let remote = match meets {
-            true => {
-                let ((), fds) = line.receive_with()?;
-                let socket = RecordSocket::new(only(fds)?, self.timeout, &Cancel::new()?)?;
-                Some(Line::new(socket, PURPOSE))
-            }
-            false => None,
-        };
+    fn probe(&self, device: i32, owner: Option<i32>, probes: &[&Probe], line: &Line) -> Result<()> {
         let opened = Endpoint::open(self).and_then(|end| {
             let device = Device::find(&end.driver, Selector::Ordinal(device.unsigned_abs()))?;
             let owner = owner.map(|owner| Device::find(&end.driver, Selector::Ordinal(owner.unsigned_abs())));
-            Ok((ProbeContext::new(device, end, remote), owner.transpose()?))
+            Ok((ProbeContext::new(device, end), owner.transpose()?))
         });
         let (mut context, owner) = match opened {
             Ok(opened) => opened,

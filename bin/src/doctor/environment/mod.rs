@@ -6,7 +6,7 @@ mod read;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The environment of one side. Values that could not be read are absent.
+/// Values that could not be read are absent.
 ///
 /// No device is opened: opening a faulty device may hang.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -22,10 +22,6 @@ pub struct Environment {
     pub driver_capabilities: Option<String>,
     /// The SELinux or AppArmor label of this process.
     pub label: Option<String>,
-    /// The inode of the PID namespace.
-    pub pid_namespace: Option<u64>,
-    /// The inode of the IPC namespace.
-    pub ipc_namespace: Option<u64>,
     /// Whether this is WSL 2, with the Windows driver.
     pub wsl: bool,
     /// Whether the kernel is gVisor.
@@ -66,8 +62,6 @@ pub struct Environment {
     pub uid: Option<u32>,
     /// The effective uid.
     pub euid: Option<u32>,
-    /// The effective gid.
-    pub egid: Option<u32>,
     /// Whether this is a user namespace with mapped uids.
     pub user_namespace: Option<bool>,
     /// The overflow uid, as which unmapped users appear.

@@ -14,7 +14,7 @@ use nix::{
         statvfs::statvfs,
         utsname::uname,
     },
-    unistd::{AccessFlags, faccessat, getegid, geteuid, getuid},
+    unistd::{AccessFlags, faccessat, geteuid, getuid},
 };
 use vmmfd::internals::wsl;
 
@@ -47,8 +47,6 @@ impl Environment {
             label: text("proc/self/attr/current")
                 .map(|label| label.trim_end_matches(['\0', '\n']).to_owned())
                 .filter(|label| !label.is_empty()),
-            pid_namespace: namespace(&at("proc/self/ns/pid")),
-            ipc_namespace: namespace(&at("proc/self/ns/ipc")),
             wsl: wsl::is_named_in(&version),
             gvisor: version.contains(GVISOR_BUILD) || version.to_ascii_lowercase().contains("gvisor"),
             own_proc: fs::read_link(at("proc/self"))
@@ -75,7 +73,6 @@ impl Environment {
             ptrace_scope: number("proc/sys/kernel/yama/ptrace_scope"),
             uid: Some(getuid().as_raw()),
             euid: Some(geteuid().as_raw()),
-            egid: Some(getegid().as_raw()),
             user_namespace: text("proc/self/uid_map").map(|map| !is_identity(&map)),
             overflow_uid: number("proc/sys/kernel/overflowuid"),
             seccomp: text("proc/self/status").and_then(|status| {
@@ -96,12 +93,6 @@ impl Library {
             file: file.map(|file| file.display().to_string()),
         }
     }
-}
-
-/// The inode of `pid:[4026531836]`.
-fn namespace(link: &Path) -> Option<u64> {
-    let target = fs::read_link(link).ok()?;
-    target.to_str()?.split_once(":[")?.1.strip_suffix(']')?.parse().ok()
 }
 
 fn kernel() -> String {

@@ -1,6 +1,6 @@
 use std::collections::BTreeSet;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 use crate::doctor::{Probe, Reason};
@@ -29,27 +29,23 @@ fn each_alternative_finds_its_rule() {
     assert_eq!(rule_for(["code=12345", "call=cuMemMap", "status=failed"].into_iter(), 0), None);
 }
 
-/// A finding and the environments of both sides, with these changes to fields.
-fn facts(finding: &Value, own: &Value, peer: &Value) -> Facts {
+/// A finding and its environment, with these changes to fields.
+fn facts(finding: &Value, own: &Value) -> Facts {
     let node = |path: &str| json!({ "path": path, "mode": "", "uid": 0, "gid": 0, "usable": true });
-    let environment = |changes: &Value| -> Environment {
-        let mut fields = json!({
-            "nodes": [node("/dev/nvidia-uvm")], "imex_channels": [node("channel0")], "module": "595.58.03",
-            "shared_memory": { "exists": true, "writable": true }, "pid_namespace": 1, "ipc_namespace": 1,
-        });
-        fields.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        serde_json::from_value(fields).unwrap()
-    };
+    let mut environment = json!({
+        "nodes": [node("/dev/nvidia-uvm")], "imex_channels": [node("channel0")], "module": "595.58.03",
+        "shared_memory": { "exists": true, "writable": true },
+    });
+    environment.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
     let mut fields = json!({ "probe": "any", "status": "ok", "meaning": "" });
     fields.as_object_mut().unwrap().extend(finding.as_object().unwrap().clone());
-    Facts::of(&serde_json::from_value(fields).unwrap(), &environment(own), Some(&environment(peer)))
+    Facts::of(&serde_json::from_value(fields).unwrap(), &serde_json::from_value(environment).unwrap())
 }
 
 /// Returns what the changes add to the facts about a finding without an error.
-fn added(finding: &Value, own: &Value, peer: &Value) -> BTreeSet<String> {
-    let none = json!({});
-    let before = facts(&none, &none, &none).0;
-    let new = facts(finding, own, peer).0.into_iter().filter(|fact| !before.contains(fact));
+fn added(finding: &Value, own: &Value) -> BTreeSet<String> {
+    let before = facts(&json!({}), &json!({})).0;
+    let new = facts(finding, own).0.into_iter().filter(|fact| !before.contains(fact));
     new.map(|(name, value)| if value.is_empty() { name.to_owned() } else { format!("{name}={value}") }).collect()
 }
 
@@ -57,11 +53,10 @@ fn added(finding: &Value, own: &Value, peer: &Value) -> BTreeSet<String> {
 fn facts_follow_finding_and_environment() {
     let none = json!({});
     let node = |path: &str, usable: bool| json!([{ "path": path, "mode": "", "uid": 0, "gid": 0, "usable": usable }]);
-    let label = |categories: &str| json!({ "label": format!("u:r:t:s0{categories}") });
     let mut seen = BTreeSet::from(["no-gpu-node", "no-error", "no-code"].map(str::to_owned));
-    let mut assert_added = |finding: &Value, own: &Value, peer: &Value, want: &str| {
+    let mut assert_added = |finding: &Value, own: &Value, want: &str| {
         let want: BTreeSet<String> = want.split_whitespace().map(str::to_owned).collect();
-        assert_eq!(added(finding, own, peer), want, "{finding} {own} {peer}");
+        assert_eq!(added(finding, own), want, "{finding} {own}");
         seen.extend(want);
     };
     let driver = json!({ "kind": "driver", "code": 2, "call": "cuMemMap", "message": "" });
@@ -73,11 +68,11 @@ fn facts_follow_finding_and_environment() {
         (json!({ "error": driver }), "error kind=driver code=2 call=cuMemMap"),
         (json!({ "error": killed("SIGKILL") }), "error kind=signal signal=SIGKILL reason=file-limit"),
         (json!({ "error": killed("SIGSEGV") }), "error kind=signal signal=other reason=file-limit"),
-        (json!({ "figures": { "problem": "stale", "permitted": true } }), "problem=stale permitted"),
+        (json!({ "figures": { "problem": "stale" } }), "problem=stale"),
         (json!({ "figures": { "compute_mode": 3 } }), "compute-mode"),
-        (json!({ "figures": { "compute_mode": 0, "permitted": false } }), ""),
+        (json!({ "figures": { "compute_mode": 0 } }), ""),
     ] {
-        assert_added(&finding, &none, &none, want);
+        assert_added(&finding, &none, want);
     }
     for (own, want) in [
         (json!({ "library": { "path": "p" } }), "driver"),
@@ -98,22 +93,14 @@ fn facts_follow_finding_and_environment() {
         (json!({ "driver_capabilities": "utility, compute" }), ""),
         (json!({ "driver_capabilities": "all" }), ""),
         (json!({ "driver_capabilities": "" }), ""),
-        (json!({ "label": "docker-default (enforce)" }), ""),
-        (label(""), ""),
-        (label(":c1"), "categories"),
         (json!({ "own_proc": false, "visible_devices": "" }), "other-proc visible-devices"),
         (json!({ "gvisor": true, "confidential": "tdx", "mig": true }), "gvisor confidential mig"),
         (json!({ "module_open": false, "module": "580.159.04" }), "closed-module old-module"),
         (json!({ "shared_memory": { "exists": true, "writable": false } }), "no-shm"),
         (json!({ "shared_memory": { "exists": false, "writable": true } }), "no-shm"),
-        (json!({ "pid_namespace": 2 }), "other-namespaces"),
-        (json!({ "ipc_namespace": 2 }), "other-namespaces"),
-        (json!({ "ipc_namespace": null }), ""),
     ] {
-        assert_added(&none, &own, &none, want);
+        assert_added(&none, &own, want);
     }
-    assert_added(&none, &label(":c1,c2"), &label(":c3,c4"), "categories other-categories");
-    assert_added(&none, &label(":c1,c2"), &label(":c1,c2"), "categories");
     // No rule names a fact that never holds.
     let names: BTreeSet<&str> = seen.iter().map(|fact| fact.split('=').next().unwrap()).collect();
     for fact in rules().flat_map(|rule| rule.alternatives().flatten()) {
@@ -126,7 +113,7 @@ fn facts_follow_finding_and_environment() {
         assert!(values.split('/').all(known), "{fact}");
     }
     let env = Environment::default();
-    let flags = of_finding(&Finding::default()).into_iter().chain(of_environment(&env)).chain(of_both(&env, None));
+    let flags = of_finding(&Finding::default()).into_iter().chain(of_environment(&env));
     flags.for_each(|(flag, _)| assert!(names.contains(flag), "no case has {flag}"));
 }
 
@@ -149,22 +136,13 @@ fn sentences_fit_their_rules() {
 }
 
 #[test]
-fn peer_errors_use_its_environment() {
-    let error = json!({ "kind": "driver", "code": 800, "other_end": true, "message": "" });
-    let finding = json!({ "probe": "fabric", "status": "failed", "meaning": "", "error": error });
-    let finding: Finding = serde_json::from_value(finding).unwrap();
-    let node = json!([{ "path": "channel0", "mode": "", "uid": 0, "gid": 0, "usable": true }]);
-    let own: Environment = serde_json::from_value(json!({ "imex_channels": node })).unwrap();
-    let rule_of = |status, peer: Option<&Environment>| {
-        let mut finding = Finding { status, ..finding.clone() };
-        explain(&mut finding, &own, peer);
-        finding.rule
-    };
-    let peer = Environment::default();
-    assert_eq!(rule_of(Status::Failed, Some(&peer)).as_deref(), Some("fabric-no-channel"));
-    // A probe's own second process has no other environment.
-    assert_eq!(rule_of(Status::Failed, None).as_deref(), Some("fabric-other-channel"));
-    for status in [Status::Ok, Status::Skipped] {
-        assert_eq!(rule_of(status, None), None);
+fn only_failures_are_explained() {
+    for (status, explained) in
+        [(Status::Failed, true), (Status::Unsupported, true), (Status::Ok, false), (Status::Skipped, false)]
+    {
+        let error = ErrorDetails { code: Some(800), ..ErrorDetails::new("driver", String::new()) };
+        let mut finding = Finding::new("fabric", status, "").with_error(error);
+        explain(&mut finding, &Environment::default());
+        assert_eq!(finding.rule.as_deref(), explained.then_some("fabric-no-channel"));
     }
 }
