@@ -52,7 +52,7 @@ pub use crate::{
     memory::first_elements,
     session::interrupt::interruptibly,
     sys::take_passed,
-    wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten},
+    wire::{clean, is_unsafe_on_terminals, shorten},
 };
 
 /// The process of the command `keeper`.

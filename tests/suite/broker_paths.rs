@@ -125,39 +125,4 @@ mod root {
             .says("the socket is for the group root")
             .says("hint: add this user to that group and log in again");
     }
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn forbidden_put_opens_no_device() {
-        let mut place = Meeting::host();
-        fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();
-        place.copy_binaries();
-        let (socket, file) = (place.folder().join("broker.sock"), place.folder().join("bytes"));
-        fs::write(&file, "bytes").unwrap();
-        let path = socket.to_str().unwrap();
-        let file = file.to_str().unwrap();
-        let other = OTHER.to_string();
-        let serve = ["serve", "--socket", path, "--allow-uid", &other, "--quota", "objects=100"];
-        let mut server = command(&place, &socket, &serve).start();
-        server.until("listening");
-        let put = |name: &str, options: &[&str]| {
-            let arguments = ["put", name, "--from", file, "--backend", "host", "--socket", path];
-            command(&place, &socket, &[&arguments, options].concat())
-        };
-        for (name, mode) in [("readable", "644"), ("shared", "666")] {
-            put(name, &["--mode", mode]).end().code(0);
-        }
-        let as_other = |name: &str, options: &[&str]| {
-            let mut run = put(name, &[options, &["--device", "9"]].concat());
-            run.command.uid(OTHER).gid(OTHER);
-            run.end()
-        };
-        as_other("readable", &["--replace"]).code(4).says("may not replace `readable`");
-        // The hint suggests --replace only to users with permission.
-        as_other("readable", &[]).code(1).says("this user may not replace it").says("hint: use another name");
-        as_other("shared", &[]).code(1).says("`shared` exists").says("hint: replace it with --replace");
-        // With permission, the missing device is the error.
-        as_other("shared", &["--replace"]).code(3).says("device 9");
-        stop(server);
-    }
 }

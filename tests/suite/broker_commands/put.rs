@@ -8,7 +8,7 @@ cases! {
     weights_are_arrays_of_the_object,
     replacement_needs_an_option,
     options_about_the_name_are_kept,
-    refused_put_uses_no_device,
+    refusals_name_limit_and_next_step,
     ]
 }
 
@@ -99,17 +99,15 @@ fn options_about_the_name_are_kept(broker: Broker) {
     wait_for("the end of the object", || broker.names() == ["a"]);
 }
 
-fn refused_put_uses_no_device(broker: Broker) {
+fn refusals_name_limit_and_next_step(broker: Broker) {
     let limited = broker.another(&["--quota", "objects=1,bytes=6MiB"]);
     let small = limited.file("small", &data(3 << 20));
     let large = limited.file("large", &data(7 << 20));
     let (small, large) = (text(&small), text(&large));
-    // Device 9 does not exist: a put that reaches the device fails with this error.
     let refused = |arguments: &[&str], code: i32, kind: &str, words: &str| {
-        let message = limited.refusal(&[&["put"], arguments, &["--device", "9"]].concat(), code, kind);
+        let message = limited.refusal(&[&["put"], arguments].concat(), code, kind);
         assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
     };
-    refused(&["a", "--from", small], 3, "unsupported", "device 9");
     refused(&["a", "--from", large], 4, "peer", "but its quota is 6 MiB");
     refused(&["a", "--from", small, "--if-version", "1"], 1, "object", "does not exist");
     limited.json(&["put", "a", "--from", small]);
@@ -117,13 +115,4 @@ fn refused_put_uses_no_device(broker: Broker) {
     let replace = ["a", "--from", small, "--replace"];
     refused(&[&replace[..], &["--mode", "644"]].concat(), 2, "usage", "which a replacement can't change");
     refused(&["a", "--from", large, "--replace"], 4, "peer", "a replacement needs room for both versions");
-    // A device quota can be checked only after the device is open. The put is still not sent to the broker.
-    let by_device = broker.another(&["--quota", "device-bytes=6MiB"]);
-    let message = by_device.refusal(&["put", "a", "--from", large], 4, "peer");
-    assert!(message.contains("has 0 bytes (claimed) of the device") && message.contains("quota is 6 MiB"), "{message}");
-    let answered = by_device.client().metrics().unwrap().requests;
-    assert!(answered.iter().all(|request| request.verb != "put"), "{answered:?}");
-    // The check leaves no claim behind: another process gets the claim at once.
-    let found = limited.client().get_or_claim(&Get::new("a").newer_than(1), &ClaimOf::whole()).unwrap();
-    assert!(matches!(found, Found::Claim(_)), "{found:?}");
 }

@@ -4,16 +4,11 @@ use std::collections::BTreeMap;
 
 use vmmfd::{
     array::ArrayDescriptor,
-    broker::{
-        ArrayEntry, Attached, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Recall,
-        RecallOf, Summary, UserTotal,
-    },
-    error::{BrokerError, RefusalCode},
-    internals::{NEEDS_BOTH, clear_padding, refusal},
+    broker::{ArrayEntry, Attached, Condition, DeviceBytes, Lifetime, Put, PutPart, Recall, RecallOf},
+    internals::clear_padding,
     memory::{Device, Mechanism, Placement, Region, Shared},
     session::start,
     weights::{Checkpoint, LoadOptions, Loaded},
-    wire::broker::{MAX_ARRAYS, MAX_KEPT, MAX_METADATA},
 };
 
 use super::{
@@ -29,9 +24,8 @@ use crate::{
         Allocate, ArrayOptions, leave_open, options::source_parser, output::Progress, prelude::*, raise_file_limit,
         report::Step,
     },
-    error::ToolError,
     schema,
-    units::{self, bytes, count},
+    units::{self, bytes},
 };
 
 /// The names of the part and of its array.
@@ -178,59 +172,6 @@ impl Input {
     }
 }
 
-/// The usage and quota of this user, and the size of the put.
-struct Allowance {
-    /// Absent if the broker does not report it.
-    user: Option<(UserTotal, Quota)>,
-    bytes: u64,
-    replaces: bool,
-}
-
-impl Allowance {
-    /// Queries the broker. Fails if the put would exceed the user's quota.
-    fn ask(client: &Client, size: u64, replaces: bool) -> Result<Self> {
-        let metrics = client.metrics()?;
-        // This connection counts, so this user has a total. The uids are from the broker's user namespace.
-        let own = match metrics.totals.as_slice() {
-            [own] => Some(own),
-            several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
-        };
-        let allowance = Self { user: own.cloned().zip(metrics.quota), bytes: size, replaces };
-        let Some((own, quota)) = &allowance.user else { return Ok(allowance) };
-        let objects = count(own.objects, "object");
-        let more = u64::from(!replaces);
-        allowance.check((own.uid, objects), u64::to_string, (own.objects, more, quota.objects))?;
-        let has = own.devices.iter().fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
-        let text = format!("{} (claimed)", bytes(has));
-        allowance.check((own.uid, text), |size| bytes(*size), (has, size, quota.bytes))?;
-        Ok(allowance)
-    }
-
-    /// Fails if the put would exceed the quota of the device.
-    fn check_device(&self, device: &Device) -> Result<()> {
-        let Some((own, quota)) = &self.user else { return Ok(()) };
-        let of_device = own.devices.iter().filter(|of| of.device.uuid == device.uuid());
-        let has = of_device.fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
-        let text = format!("{} (claimed) of the device {}", bytes(has), device.prefixed_uuid());
-        self.check((own.uid, text), |size| bytes(*size), (has, self.bytes, quota.device_bytes))
-    }
-
-    /// `text` describes the amount that the user has.
-    fn check(
-        &self,
-        (uid, text): (u32, String),
-        amount: fn(&u64) -> String,
-        (has, more, most): (u64, u64, Option<u64>),
-    ) -> Result<()> {
-        let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) else { return Ok(()) };
-        let both = if self.replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let more = amount(&more);
-        let most = amount(&most);
-        let message = format!("uid {uid} has {text} and asks for {more} more, but its quota is {most}{both}");
-        Err(refusal(RefusalCode::Quota, message).into())
-    }
-}
-
 impl PutOptions {
     fn condition(&self) -> Condition {
         match (self.if_version, self.replace) {
@@ -240,84 +181,10 @@ impl PutOptions {
         }
     }
 
-    /// Fails before the load if the broker would refuse a put of this size. The broker checks the put itself again.
-    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<Allowance> {
-        let existing = match client.stat(&self.name, None) {
-            Ok(info) => Some(info.version.summary),
-            Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
-            Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
-                // A replacement does not require read permission.
-                return match self.condition() {
-                    Condition::New => Err(self.not_writable("read")),
-                    _ => Allowance::ask(client, bytes, true),
-                };
-            }
-            Err(error) => return Err(error),
-        };
-        let permission = self.check_permission(client, existing.as_ref());
-        if existing.is_some() && self.condition() == Condition::New && matches!(permission, Err(Error::Broker(_))) {
-            return Err(self.not_writable("replace"));
-        }
-        self.check_existing(existing.as_ref())?;
-        permission?;
-        Allowance::ask(client, bytes, existing.is_some())
-    }
-
-    fn not_writable(&self, verb: &'static str) -> Error {
-        ToolError::NotWritable { name: self.name.clone(), verb }.into()
-    }
-
-    fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
-        let name = &self.name;
-        let refused = |code, message| Err(refusal(code, message).into());
-        if let Some(keep) = self.keep.filter(|&keep| keep > MAX_KEPT) {
-            let message = format!("`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept");
-            return refused(RefusalCode::Invalid, message);
-        }
-        let Some(Summary { version: found, mode: was, .. }) = existing else {
-            return match self.condition() {
-                Condition::Version(wanted) => {
-                    refused(RefusalCode::Absent, format!("`{name}` does not exist, so it has no version {wanted}"))
-                }
-                _ => Ok(()),
-            };
-        };
-        match self.condition() {
-            Condition::New => refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}")),
-            Condition::Version(wanted) if *found != wanted => {
-                refused(RefusalCode::Version, format!("the version of `{name}` is {found}, not {wanted}"))
-            }
-            _ => match self.mode.filter(|mode| mode != was) {
-                Some(mode) => refused(
-                    RefusalCode::Invalid,
-                    format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}"),
-                ),
-                None => Ok(()),
-            },
-        }
-    }
-
-    /// Requests a claim of the next version, which requires permission to put it, and drops the claim.
-    fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
-        let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
-        match client.get_or_claim(&next, &ClaimOf::whole()) {
-            Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Denied => Err(refusal.into()),
-            // Another process holds the claim, or this user has too many.
-            Err(Error::Broker(_)) => Ok(()),
-            granted => granted.map(drop),
-        }
-    }
-
     /// Opens and checks the input, before any memory is allocated.
     fn input(&self) -> Result<Input> {
         let Some(from) = &self.from else {
-            let checkpoint = Checkpoint::open(&self.safetensors)?;
-            let tensors = checkpoint.tensors().len();
-            if tensors > MAX_ARRAYS {
-                let message = format!("{tensors} tensors are too many: an object has at most {MAX_ARRAYS} arrays");
-                return Err(refusal(RefusalCode::Invalid, message).into());
-            }
-            return Ok(Input::Weights(Box::new(checkpoint)));
+            return Ok(Input::Weights(Box::new(Checkpoint::open(&self.safetensors)?)));
         };
         if from.is_dir() {
             let problem =
@@ -338,15 +205,7 @@ impl PutOptions {
             let own = Attached::of(checkpoint.metadata())?;
             metadata.get_or_insert_default().entry(SAFETENSORS.to_owned()).or_insert(own);
         }
-        let text = metadata.map(|fields| serde_json::to_string(&fields)).transpose()?;
-        let length = text.as_ref().map_or(0, String::len);
-        if length as u64 > MAX_METADATA {
-            let length = bytes(length as u64);
-            let most = bytes(MAX_METADATA);
-            let message = format!("the metadata has {length}, and at most {most} are allowed");
-            return Err(Error::from(refusal(RefusalCode::Invalid, message)).into());
-        }
-        Ok(text)
+        Ok(metadata.map(|fields| serde_json::to_string(&fields)).transpose()?)
     }
 
     /// Loads the input into new memory. Also returns its digest, if requested.
@@ -434,13 +293,11 @@ impl Tool for PutOptions {
         let input = self.input()?;
         let metadata = self.metadata(&input)?;
         let client = self.meet.connect(cancel)?;
-        let allowance = self.check_ahead(&client, input.size())?;
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.memory.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
         let fallback = output.notice_fallback(opened.fallback.as_ref());
         let device = Device::find(&opened.driver, self.memory.device)?;
-        allowance.check_device(&device)?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
         let entries = input.arrays();
         let arrays = entries.len();
