@@ -10,7 +10,6 @@ pub mod child;
 pub mod cli;
 pub mod doctor;
 pub mod error;
-mod exporter;
 pub mod line;
 pub mod schema;
 pub mod stamp;
