@@ -18,9 +18,9 @@ const FAULTING: &str = "read-only-store";
 /// The other probes of a machine and of a device, in order.
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 #[rustfmt::skip]
-const DEVICE: [&str; 22] = [
+const DEVICE: [&str; 21] = [
     "attributes", "granularity", "memory", "export", "import", "round-trip", "aliases", "read-only-copy", "wrong-descriptor",
-    "exporter-killed", "memory-returned", "held-descriptor", "persistence", "checkpoint", "export-cost", "host-numa", "dma-buf", "fabric",
+    "exporter-killed", "memory-returned", "held-descriptor", "persistence", "checkpoint", "host-numa", "dma-buf", "fabric",
     "pool", "legacy", "event", "order",
 ];
 
@@ -213,7 +213,7 @@ fn calls(log: &Path) -> Vec<(String, String)> {
 const FAILURES: [(&str, &str, u32); 6] = [
     ("granularity,aliases,read-only-copy", "cuMemGetAllocationGranularity:1 cuMemMap:2 cuMemSetAccess:2", 999),
     ("memory,wrong-descriptor,host-numa", "cuMemCreate:1 cuMemCreate:2 cuMemCreate:3", 2),
-    ("export,export-cost,fabric", "cuMemExportToShareableHandle:1 cuMemExportToShareableHandle:2 cuMemExportToShareableHandle:3", 1),
+    ("export,fabric", "cuMemExportToShareableHandle:1 cuMemExportToShareableHandle:2", 1),
     ("import,round-trip,exporter-killed,held-descriptor", "cuMemImportFromShareableHandle:1", 999),
     ("read-only-store,memory-returned,dma-buf", "cuModuleLoadData:1 cuMemGetInfo_v2:1 cuMemGetHandleForAddressRange:1", 999),
     ("pool,legacy,event", "cuMemPoolCreate:1 cuIpcOpenMemHandle_v2:1 cuIpcOpenEventHandle:1", 205),
@@ -293,12 +293,11 @@ fn checkpoint_probe_names_times_and_driver() {
 fn each_ordered_device_pair_is_tried() {
     let meeting = Meeting::fake();
     // The bandwidth is not measured if memory is short.
-    let run = only(&meeting, "memory,export-cost,peer", &[(DEVICES, "3"), ("FAKECUDA_FREE", "67108864")]);
+    let run = only(&meeting, "memory,export,peer", &[(DEVICES, "3"), ("FAKECUDA_FREE", "67108864")]);
     let report = run.end().code(0).json();
     let devices = report["devices"].as_array().unwrap();
     assert!(devices.iter().map(|device| device["ordinal"].as_u64().unwrap()).eq(0..3), "{report}");
-    // `export-cost` runs last, after every device has been probed.
-    assert!(devices.iter().all(|device| probes(&device["findings"]) == ["memory", "export-cost"]), "{report}");
+    assert!(devices.iter().all(|device| probes(&device["findings"]) == ["memory", "export"]), "{report}");
     let pairs = report["pairs"].as_array().unwrap();
     let numbers = pairs.iter().map(|pair| (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap()));
     assert!(numbers.eq([(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]), "{report}");

@@ -46,15 +46,15 @@ impl Rule {
 
 /// The probes of virtual memory management.
 #[rustfmt::skip]
-const VMM: [&str; 12] = [
+const VMM: [&str; 11] = [
     "attributes", "granularity", "import", "round-trip", "aliases", "read-only-copy", "read-only-store", "wrong-descriptor",
-    "exporter-killed", "memory-returned", "held-descriptor", "export-cost",
+    "exporter-killed", "memory-returned", "held-descriptor",
 ];
 
 /// The probes in which one process or handle uses memory of another.
 #[rustfmt::skip]
-const SHARING: [&str; 14] = [
-    "export", "import", "round-trip", "wrong-descriptor", "exporter-killed", "memory-returned", "held-descriptor", "export-cost",
+const SHARING: [&str; 13] = [
+    "export", "import", "round-trip", "wrong-descriptor", "exporter-killed", "memory-returned", "held-descriptor",
     "read-only-copy", "read-only-store", "host-numa", "pool", "legacy", "event",
 ];
 

@@ -124,15 +124,8 @@ impl Runner<'_> {
 
     /// Probes devices in parallel.
     fn devices(&self, mut devices: Vec<DeviceReport>, probes: &[&Probe]) -> Result<Vec<DeviceReport>> {
-        // One device's probe would disturb another's measurement.
-        let alone = |probe: &&Probe| devices.len() > 1 && probe.is(Flag::MachineWide);
-        let (later, together): (Vec<&Probe>, Vec<&Probe>) = probes.iter().copied().partition(alone);
-        let findings = in_parallel(&devices, |device| self.run(&together, Some(device.ordinal), None))?;
-        for (device, findings) in devices.iter_mut().zip(findings) {
-            device.findings = findings;
-            self.run_more(&later, Some(device.ordinal), None, &mut device.findings)?;
-            device.findings.sort_by_key(|finding| probes.iter().position(|probe| probe.name == finding.probe));
-        }
+        let findings = in_parallel(&devices, |device| self.run(probes, Some(device.ordinal), None))?;
+        devices.iter_mut().zip(findings).for_each(|(device, findings)| device.findings = findings);
         Ok(devices)
     }
 
@@ -153,20 +146,9 @@ impl Runner<'_> {
         Ok(reports)
     }
 
+    /// Runs probes in order, in as many child processes as necessary.
     fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
-        let mut findings = Vec::new();
-        self.run_more(probes, device, owner, &mut findings)?;
-        Ok(findings)
-    }
-
-    /// Runs probes in order, in as many child processes as necessary, and adds their findings.
-    fn run_more(
-        &self,
-        probes: &[&Probe],
-        device: Option<i32>,
-        owner: Option<i32>,
-        findings: &mut Vec<Finding>,
-    ) -> Result<()> {
+        let mut findings: Vec<Finding> = Vec::new();
         let mut worker: Option<Child> = None;
         let mut remaining = probes;
         while let Some((probe, later)) = remaining.split_first() {
@@ -198,7 +180,7 @@ impl Runner<'_> {
             remaining = later;
             self.count(1, 0);
         }
-        Ok(())
+        Ok(findings)
     }
 
     fn start_probes(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Child> {

@@ -2,12 +2,7 @@
 
 use std::{
     ops::Range,
-    panic,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
+    sync::{Mutex, PoisonError, mpsc},
     thread,
 };
 
@@ -116,64 +111,40 @@ fn spread<S, T: Send>(
     work: impl Fn(&mut S, Range<u64>) -> Result<T> + Sync,
     take: &mut dyn FnMut(T, u64) -> Result<()>,
 ) -> Result<()> {
-    let size = range.end.saturating_sub(range.start);
     let cpus = thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
-    let workers = cpus.min(size / ALONE);
+    let workers = cpus.min(range.end.saturating_sub(range.start) / ALONE);
+    let left = Mutex::new(slices(range, SLICE));
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let worker = |results: mpsc::Sender<(u64, Result<T>)>| {
+        let mut state = begin();
+        while let Some(part) = next() {
+            let length = part.end - part.start;
+            if results.send((length, work(&mut state, part))).is_err() {
+                break;
+            }
+        }
+    };
     let mut done = 0;
     let mut finish = |length, result| {
         done += length;
         take(result, done)
     };
-    if workers < 2 {
-        let mut state = begin();
-        return slices(range, SLICE).try_for_each(|part| finish(part.end - part.start, work(&mut state, part)?));
-    }
-
-    let left = Mutex::new(slices(range, SLICE));
-    let over = AtomicBool::new(false);
-    let next = || match over.load(Ordering::Relaxed) {
-        true => None,
-        false => left.lock().unwrap_or_else(PoisonError::into_inner).next(),
-    };
-    let (sender, receiver) = mpsc::channel();
-    let worker = |sender: mpsc::Sender<(u64, Result<T>)>| {
-        let mut state = begin();
-        while let Some(part) = next() {
-            let length = part.end - part.start;
-            if sender.send((length, work(&mut state, part))).is_err() {
-                break;
-            }
-        }
-    };
     thread::scope(|scope| {
         let worker = &worker;
-        // If a thread can't be started, the others do its work.
-        let threads: Vec<_> = (1..workers)
-            .filter_map(|_| {
-                let sender = sender.clone();
-                thread::Builder::new().name("pattern".to_owned()).spawn_scoped(scope, move || worker(sender)).ok()
-            })
-            .collect();
-        let mut state = begin();
-        let mut result = Ok(());
-        while result.is_ok()
-            && let Some(part) = next()
-        {
-            let length = part.end - part.start;
-            result = work(&mut state, part).and_then(|found| finish(length, found));
-            for (length, found) in receiver.try_iter() {
-                result = result.and_then(|()| finish(length, found?));
-            }
+        // After an error, its drop ends the threads.
+        let (sender, results) = mpsc::channel();
+        for _ in 0..if workers < 2 { 0 } else { workers } {
+            let sender = sender.clone();
+            // The others do the work of a thread that can't be started.
+            let _ = thread::Builder::new().name("pattern".to_owned()).spawn_scoped(scope, move || worker(sender));
         }
         drop(sender);
-        over.store(true, Ordering::Relaxed);
-        // Wait for the slices in progress.
-        for (length, found) in receiver {
-            result = result.and_then(|()| finish(length, found?));
+        results.iter().try_for_each(|(length, found)| finish(length, found?))?;
+        // Without any thread, everything is left.
+        let mut state = begin();
+        while let Some(part) = next() {
+            finish(part.end - part.start, work(&mut state, part)?)?;
         }
-        for thread in threads {
-            thread.join().unwrap_or_else(|panicked| panic::resume_unwind(panicked));
-        }
-        result
+        Ok(())
     })
 }

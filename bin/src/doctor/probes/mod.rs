@@ -43,8 +43,6 @@ pub enum Flag {
     Faults,
     /// It needs a separate process because it corrupts the context or kills the process.
     Alone,
-    /// Other processes that use the driver affect its measurements.
-    MachineWide,
     /// It tests an optional feature: `CUDA_ERROR_NOT_SUPPORTED` means that the feature is missing. For any other probe it is a failure.
     Feature,
 }
@@ -166,7 +164,7 @@ impl Probe {
 /// All probes, in execution order.
 #[rustfmt::skip]
 pub static PROBES: &[Probe] = {
-    use Flag::{Alone, Faults, Feature, MachineWide, Required};
+    use Flag::{Alone, Faults, Feature, Required};
     const EXPORT: &str = "cuMemExportToShareableHandle";
     const IMPORT: &str = "cuMemImportFromShareableHandle";
     &[
@@ -227,9 +225,6 @@ pub static PROBES: &[Probe] = {
                 "cuCheckpointProcessGetState", "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint",
                 "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock",
             ])),
-        probe("export-cost", OnDevice(one_process::export_cost), &[MachineWide],
-            "the time of an export, with and without another exported descriptor held open",
-            "The time of an export can't be measured.", None),
         probe("host-numa", Share(MemoryKind::HOST), &[Feature],
             "two processes share the host's memory next to the device", "Host-NUMA memory can't be shared.",
             Some(&["cuMemCreate", EXPORT, IMPORT])),

@@ -5,7 +5,6 @@ use std::{
     io,
     ops::RangeInclusive,
     os::fd::{AsRawFd, OwnedFd},
-    sync::Arc,
 };
 
 use nix::sys::stat::fstat;
@@ -231,32 +230,6 @@ pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
     }
     let finding = ok("A descriptor that is not memory is refused, without side effects.");
     Ok(finding.figure("refused", refusals))
-}
-
-/// The number of measurements; the median is reported.
-const ROUNDS: usize = 5;
-
-pub(super) fn export_cost(context: &mut ProbeContext) -> ProbeResult {
-    let device = &context.device;
-    let cost = || -> Result<u64> {
-        let mut times = Vec::new();
-        for _ in 0..ROUNDS {
-            let allocation: Arc<Allocation> = Allocation::create(device, SIZE)?;
-            let (_, us) = timed(|| allocation.export())?;
-            times.push(us);
-        }
-        times.sort_unstable();
-        Ok(times[ROUNDS / 2])
-    };
-    let alone_us = cost()?;
-    let held = Allocation::create(device, SIZE)?;
-    held.export()?;
-    let held_us = cost()?;
-    let meaning = match alone_us > held_us.saturating_mul(3) {
-        true => "An export is far cheaper while the process holds another exported descriptor open: keep one.",
-        false => "An export costs the same whether or not another exported descriptor is held open.",
-    };
-    Ok(ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
 }
 
 /// Memory of a kind that [`Allocation`] does not support. Drop frees it.
