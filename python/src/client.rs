@@ -250,7 +250,7 @@ impl Client {
                 }
                 // The claim keeps the connection: cancelling another wait on it would release the claim.
                 Found::Claim(claim) => Ok(Err(Claim::new(claim, client))),
-                _ => Err(Failure::unusable(
+                _ => Err(Failure::invalid(
                     "the library returned an unknown result: install library and package of one release",
                 )),
             }

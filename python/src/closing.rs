@@ -44,7 +44,7 @@ impl<T: Send + Clone> UntilClosed<T> {
     /// `ValueError` with this sentence if it is closed; `ValueError` in a fork.
     pub(crate) fn get(&self, closed: &str) -> Outcome<T> {
         self.made_by.check()?;
-        lock(&self.value).clone().ok_or_else(|| Failure::unusable(closed))
+        lock(&self.value).clone().ok_or_else(|| Failure::invalid(closed))
     }
 }
 

@@ -46,7 +46,7 @@ impl Failure {
         Self::Caller("TypeError", message.into())
     }
 
-    /// A bad argument: `ValueError`.
+    /// A bad argument, or an object whose state forbids the call: `ValueError`.
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Self::Caller("Invalid", message.into())
     }
@@ -54,11 +54,6 @@ impl Failure {
     /// A request that this memory can't serve: `NotImplementedError`, which is a `RuntimeError`.
     pub(crate) fn unsupported(message: impl Into<String>) -> Self {
         Self::Caller("Unsupported", message.into())
-    }
-
-    /// An object whose state forbids the call: `ValueError`.
-    pub(crate) fn unusable(message: impl Into<String>) -> Self {
-        Self::Caller("Invalid", message.into())
     }
 
     /// Adds a subject to the message.

@@ -59,7 +59,7 @@ pub(crate) fn serialized<'py>(py: Python<'py>, of: impl Serialize + Send) -> Out
 /// `ValueError`.
 pub(crate) fn value(of: impl Serialize) -> Outcome<Value> {
     serde_json::to_value(of)
-        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))
+        .map_err(|error| Failure::invalid(format!("the broker's answer can't be converted: {error}")))
 }
 
 /// Converts a JSON object's text with Python's own reader, whose integers have any size.
@@ -69,7 +69,7 @@ pub(crate) fn value(of: impl Serialize) -> Outcome<Value> {
 pub(crate) fn read<'py>(py: Python<'py>, text: &str) -> Outcome<Bound<'py, PyDict>> {
     let value = py.import("json")?.call_method1("loads", (text,));
     let object = value.ok().and_then(|value| value.cast_into::<PyDict>().ok());
-    object.ok_or_else(|| Failure::unusable("the metadata is not a JSON object"))
+    object.ok_or_else(|| Failure::invalid("the metadata is not a JSON object"))
 }
 
 /// Converts an object to a dict.

@@ -1,7 +1,6 @@
 //! `_native.Lease`, `_native.Prepared` and `_native.Claim`, which the classes of `vmmfd/_lease.py` wrap.
 
 use std::{
-    collections::HashMap,
     sync::{Arc, atomic::Ordering},
     time::UNIX_EPOCH,
 };
@@ -25,7 +24,7 @@ use crate::{
     error::{Failure, Outcome},
     json,
     lazy::Lazy,
-    leased_memory::{Leased, LeasedPiece, attributes_of, place},
+    leased_memory::{Leased, LeasedPiece, attributes_of, part_number},
     memory::{Memory, Origin, PickledAddress},
     signals,
     text::Text,
@@ -221,7 +220,7 @@ impl Lease {
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
             let (part, entry) = leased.find(object, &name, part)?;
-            leased.piece(object, part, entry)
+            leased.piece(object, part, &entry.array)
         });
         Self::array_of(py, found)
     }
@@ -233,19 +232,12 @@ impl Lease {
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
-            part.map_or(Ok(()), |part| leased.check_part(object, part))?;
-            let all =
-                leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
-            let mut whole: HashMap<(usize, usize), Arc<LeasedPiece>> = HashMap::new();
+            let part = part.map(|part| part_number(object, part)).transpose()?;
             let mut found = Vec::new();
-            for (part, _, entry) in all {
-                let of = &object.parts()[part];
-                let Some(at) = place(of.pieces(), &entry.array)? else { continue };
-                let piece = whole.entry((part, at)).or_insert_with(|| leased.whole_piece(object, part, at));
-                let mut array = entry.array.clone();
-                array.offset -= of.pieces()[at].start();
-                let attributes = attributes_of(entry)?;
-                found.push((of.name().to_owned(), entry.name.clone(), Arc::clone(piece), array, attributes));
+            for (number, _, entry) in leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| part == *at)) {
+                let (piece, array) = leased.piece(object, number, &entry.array)?;
+                let part = object.parts()[number].name().to_owned();
+                found.push((part, entry.name.clone(), piece, array, attributes_of(entry)?));
             }
             Ok::<_, Failure>(found)
         })?;
@@ -282,9 +274,7 @@ impl Lease {
                     let names: Vec<&str> = parts.iter().map(ObjectPart::name).collect();
                     return Err(Failure::invalid(format!("the object has the parts {}: give part=", names.join(", "))));
                 }
-                (Some(part), parts) => parts.iter().position(|of| of.name() == part).ok_or_else(|| {
-                    Failure::no_array(format!("{:?} has no part {part:?}, or it was not requested", object.name()))
-                })?,
+                (Some(part), _) => part_number(object, part)?,
             };
             let pieces = object.parts()[number].pieces().iter().enumerate();
             Ok(pieces.map(|(at, piece)| (piece.start(), leased.whole_piece(object, number, at))).collect::<Vec<_>>())
@@ -312,13 +302,7 @@ impl Lease {
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
-            let number = object.parts().iter().position(|of| of.name() == part);
-            let number = number.ok_or_else(|| Failure::no_array(format!("there is no part {part:?}")))?;
-            let pieces = object.parts()[number].pieces();
-            let at = place(pieces, &array)?;
-            let at = at.ok_or_else(|| Failure::no_array(format!("{array} is not mapped")))?;
-            let array = ArrayDescriptor { offset: array.offset - pieces[at].start(), ..array.clone() };
-            Ok((leased.whole_piece(object, number, at), array))
+            leased.piece(object, part_number(object, part)?, &array)
         });
         Self::array_of(py, found)
     }
@@ -387,7 +371,7 @@ impl Prepared {
 }
 
 fn used() -> Failure {
-    Failure::unusable("the version is closed, or was switched to: prepare it again")
+    Failure::invalid("the version is closed, or was switched to: prepare it again")
 }
 
 #[pymethods]

@@ -27,9 +27,6 @@ use crate::{
     reaper::Reaped,
 };
 
-/// Up to this many arrays are searched without an index.
-const LINEAR_SEARCH_MAX: usize = 8;
-
 /// The requested parts and arrays, requested again for another version.
 #[derive(Debug, Default)]
 pub(crate) struct Selection {
@@ -171,7 +168,7 @@ impl Leased {
     pub(crate) fn check_parked(&self) -> Outcome<()> {
         match self.is_parked() {
             true => Ok(()),
-            false => Err(Failure::unusable("the lease is not parked: prepare a version, and switch to it")),
+            false => Err(Failure::invalid("the lease is not parked: prepare a version, and switch to it")),
         }
     }
 
@@ -253,22 +250,13 @@ impl Leased {
         name: &str,
         part: Option<&str>,
     ) -> Outcome<(usize, &'a ArrayEntry)> {
-        let count: usize = object.parts().iter().map(|part| part.arrays().len()).sum();
-        let mut found: Vec<(usize, &ArrayEntry)> = if count <= LINEAR_SEARCH_MAX {
-            self.mapped(object)
-                .filter(|(_, _, entry)| entry.name == name)
-                .map(|(part, _, entry)| (part, entry))
-                .collect()
-        } else {
-            let index = self.index(object);
-            let places = index.get(name).map(Vec::as_slice).unwrap_or_default();
-            places.iter().map(|&(part, at)| (part, &object.parts()[part].arrays()[at])).collect()
-        };
+        let wanted = part.map(|part| part_number(object, part)).transpose()?;
+        let index = self.index(object);
+        let places = index.get(name).map(Vec::as_slice).unwrap_or_default().iter();
+        let places = places.filter(|(part, _)| wanted.is_none_or(|wanted| wanted == *part));
+        let found: Vec<(usize, &ArrayEntry)> =
+            places.map(|&(part, at)| (part, &object.parts()[part].arrays()[at])).collect();
         let here = || format!("version {} of {:?}", object.version(), object.name());
-        if let Some(part) = part {
-            self.check_part(object, part)?;
-            found.retain(|(at, _)| object.parts()[*at].name() == part);
-        }
         match found[..] {
             [found] => Ok(found),
             [] => {
@@ -314,38 +302,25 @@ impl Leased {
         if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
     }
 
-    pub(crate) fn check_part(&self, object: &Object, part: &str) -> Outcome<()> {
-        match object.part(part) {
-            Some(_) => Ok(()),
-            None => Err(Failure::no_array(format!(
-                "version {} of {:?} has no part {part:?}, or it was not requested",
-                object.version(),
-                object.name()
-            ))),
-        }
-    }
-
     pub(crate) fn check_mapped(&self, object: &Object) -> Outcome<()> {
         match self.is_parked() {
             true => {
-                Err(Failure::unusable(format!("{:?} is parked, and has no memory mapped: unpark it", object.name())))
+                Err(Failure::invalid(format!("{:?} is parked, and has no memory mapped: unpark it", object.name())))
             }
             false => Ok(()),
         }
     }
 
-    /// Returns the piece of memory that contains an array, and the array's position in it.
+    /// Returns the piece of memory that contains an array of a part, and the array's position in it.
     pub(crate) fn piece(
         self: &Arc<Self>,
         object: &Object,
         part: usize,
-        entry: &ArrayEntry,
+        array: &ArrayDescriptor,
     ) -> Outcome<(Arc<LeasedPiece>, ArrayDescriptor)> {
-        let mut array = entry.array.clone();
         let pieces = object.parts()[part].pieces();
-        let at = place(pieces, &array)?
-            .ok_or_else(|| Failure::no_array(format!("array {:?} was not requested: get it too", entry.name)))?;
-        array.offset -= pieces[at].start();
+        let at = place(pieces, array)?.ok_or_else(|| Failure::no_array(format!("{array} is not mapped")))?;
+        let array = ArrayDescriptor { offset: array.offset - pieces[at].start(), ..array.clone() };
         Ok((self.whole_piece(object, part, at), array))
     }
 
@@ -362,8 +337,19 @@ impl Leased {
     }
 }
 
+/// Returns the index of a part.
+///
+/// # Errors
+/// `KeyError`.
+pub(crate) fn part_number(object: &Object, part: &str) -> Outcome<usize> {
+    object.parts().iter().position(|of| of.name() == part).ok_or_else(|| {
+        let (version, name) = (object.version(), object.name());
+        Failure::no_array(format!("version {version} of {name:?} has no part {part:?}, or it was not requested"))
+    })
+}
+
 /// Returns the index of the piece that contains an array.
-pub(crate) fn place(pieces: &[Arc<vmmfd::memory::Imported>], array: &ArrayDescriptor) -> Result<Option<usize>> {
+fn place(pieces: &[Arc<vmmfd::memory::Imported>], array: &ArrayDescriptor) -> Result<Option<usize>> {
     let span = array.span()?;
     Ok(pieces.iter().position(|piece| piece.start() <= span.start && span.end <= piece.start() + piece.size()))
 }
@@ -438,5 +424,5 @@ impl Memory for LeasedPiece {
 
 pub(crate) fn attributes_of(entry: &ArrayEntry) -> Outcome<Option<Map<String, Value>>> {
     let read = entry.attributes.as_ref().map(|attributes| attributes.read::<Map<String, Value>>()).transpose();
-    read.map_err(|error| Failure::unusable(format!("the attributes of array {:?} are wrong: {error}", entry.name)))
+    read.map_err(|error| Failure::invalid(format!("the attributes of array {:?} are wrong: {error}", entry.name)))
 }

@@ -150,7 +150,7 @@ impl Pooled {
             }),
             Err(used) => {
                 *lock(place) = Some(used);
-                Err(Failure::unusable("another thread uses the buffer: publish it after that"))
+                Err(Failure::invalid("another thread uses the buffer: publish it after that"))
             }
         }
     }

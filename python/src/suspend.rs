@@ -58,7 +58,7 @@ pub(crate) fn suspend(
         Ok(()) => refusal,
         Err(error) => {
             let reasons = [refusal, error].map(PyErr::from).map(|error| error.value(py).to_string());
-            Failure::unusable(format!(
+            Failure::invalid(format!(
                 "{}; and leases are still parked, which resume() maps again: {}",
                 reasons[0], reasons[1]
             ))
@@ -104,7 +104,7 @@ fn is_of(leased: &Leased, connections: &Connections) -> bool {
 fn refuse(obstacles: Vec<String>) -> Outcome<()> {
     match obstacles.is_empty() {
         true => Ok(()),
-        false => Err(Failure::unusable(format!("this process can't be suspended: {}", obstacles.join("; ")))),
+        false => Err(Failure::invalid(format!("this process can't be suspended: {}", obstacles.join("; ")))),
     }
 }
 

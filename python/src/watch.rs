@@ -166,7 +166,7 @@ impl Shared {
 }
 
 fn closed_error() -> Failure {
-    Failure::unusable("the watch is closed: start another")
+    Failure::invalid("the watch is closed: start another")
 }
 
 impl Watch {
