@@ -81,8 +81,8 @@ impl Shown {
 }
 
 #[test]
-fn only_terminals_of_people_have_a_bar() {
-    for (options, term, has_bar) in
+fn only_terminals_of_people_show_progress() {
+    for (options, term, shows) in
         [(&[][..], "xterm", true), (&[], "dumb", false), (&["-q"], "xterm", false), (&["--json"], "xterm", false)]
     {
         let meeting = Meeting::fake();
@@ -92,9 +92,9 @@ fn only_terminals_of_people_have_a_bar() {
         meeting.consumer(&["--verify", "host"]).end().code(0);
         let shown = producer.end();
         assert_eq!(shown.code, Some(0), "{}", shown.text());
-        // Only a bar has a rate.
-        assert_eq!(shown.text().contains("B/s "), has_bar, "{:?}", shown.text());
-        assert!(has_bar || !shown.text().contains('\u{1b}'), "{:?}", shown.text());
+        // Only progress has a rate.
+        assert_eq!(shown.text().contains("B/s "), shows, "{:?}", shown.text());
+        assert!(shows || !shown.text().contains('\u{1b}'), "{:?}", shown.text());
         assert!(!shown.screen().iter().any(|row| row.contains("B/s ")), "{:?}", shown.screen());
         if options.contains(&"--json") {
             serde_json::from_str::<Value>(shown.text().trim()).unwrap();

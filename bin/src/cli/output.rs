@@ -4,7 +4,6 @@ use std::{
     env,
     ffi::OsString,
     io::{self, IsTerminal, Write},
-    mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
     time::Instant,
@@ -12,7 +11,6 @@ use std::{
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
 use clap::{ArgAction, ValueEnum};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::internals::{
     clean, for_users, is_unsafe_on_terminals,
@@ -20,7 +18,10 @@ use vmmfd::internals::{
 };
 
 use super::log::{self, LogFormat};
-use crate::{cli::prelude::*, units::about};
+use crate::{
+    cli::prelude::*,
+    units::{about, time},
+};
 
 // No doc comment: clap would take it as the purpose of the command.
 #[derive(Debug, Clone, Default, Args)]
@@ -190,29 +191,25 @@ impl Wait {
 /// The longest wait without a notice.
 const WAIT_NOTICE: Duration = Duration::from_millis(500);
 
-/// The width of the terminal.
-fn width() -> usize {
-    rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
-}
-
-/// A shorter transfer shows no bar.
-const BAR_DELAY: Duration = Duration::from_millis(300);
+/// A shorter transfer shows no progress.
+const DELAY: Duration = Duration::from_millis(300);
 
 /// Transfers and allocations from this size on show their progress at once.
 const LARGE: u64 = 256 << 20;
 
-/// How often a spinner is drawn.
-const TICK: Duration = Duration::from_millis(120);
+/// How often frequent progress is drawn.
+const INTERVAL: Duration = Duration::from_millis(50);
 
-/// A line on a terminal with the progress of long work. The line disappears after the work.
+/// A row on a terminal with the progress of long work. It disappears after the work.
 #[derive(Debug, Clone)]
-pub struct Progress(Option<Arc<Mutex<Line>>>);
+pub struct Progress(Option<Arc<Mutex<Row>>>);
 
 #[derive(Debug, Default)]
-struct Line {
+struct Row {
     /// The start of the current work.
     begun: Option<Instant>,
-    bar: Option<ProgressBar>,
+    /// The text on the terminal, and since when it is there.
+    drawn: Option<(String, Instant)>,
     /// Set by the last output of the command: nothing is drawn afterwards.
     closed: bool,
 }
@@ -222,169 +219,105 @@ impl Progress {
         Self(shown.then(Arc::default))
     }
 
-    /// Shows the number of bytes transferred. Removes the bar after the last one.
+    /// Shows the number of bytes transferred. Removes the row after the last one.
     pub(super) fn bytes(&self, done: u64, all: u64) {
-        let Some(mut line) = self.line() else { return };
+        let Some(mut row) = self.row() else { return };
         if done >= all {
-            return line.clear();
+            return row.clear();
         }
-        let template = || match width() {
-            ..40 => "{percent}%".to_owned(),
-            40..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
-            wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
-        };
-        let delay = if all < LARGE { BAR_DELAY } else { Duration::ZERO };
-        if let Some(bar) = line.bar(template, delay) {
-            bar.set_length(all);
-            bar.set_position(done);
+        let elapsed = row.begun.get_or_insert_with(Instant::now).elapsed();
+        if !row.is_due() || all < LARGE && elapsed < DELAY {
+            return;
         }
+        let rate = done as f64 / elapsed.as_secs_f64().max(1e-3);
+        let left = Duration::try_from_secs_f64((all - done) as f64 / rate);
+        let left = left.map_or_else(|_| String::new(), |left| format!("  {} left", time(left)));
+        let percent = u128::from(done) * 100 / u128::from(all);
+        row.draw(&format!("{percent}%  {} of {}  {}/s{left}", about(done), about(all), about(rate as u64)));
     }
 
     /// Shows that memory is being allocated, until [`Progress::allocated`].
     pub(super) fn allocating(&self, size: u64) {
-        let Some(mut line) = self.line().filter(|_| size >= LARGE) else { return };
-        if let Some(bar) = line.bar(|| "{spinner} {msg}".to_owned(), Duration::ZERO) {
-            spin(bar, &format!("allocating {}", about(size)));
+        if let Some(mut row) = self.row().filter(|_| size >= LARGE) {
+            row.draw(&format!("allocating {}", about(size)));
         }
     }
 
     pub(super) fn allocated(&self) {
-        if let Some(mut line) = self.line() {
-            line.clear();
+        if let Some(mut row) = self.row() {
+            row.clear();
         }
     }
 
     /// Shows the current step and the number of finished steps.
     pub fn step(&self, what: &str, done: usize, all: usize) {
-        let Some(mut line) = self.line() else { return };
-        if let Some(bar) = line.bar(|| "{spinner} {pos}/{len} {msg}".to_owned(), Duration::ZERO) {
-            bar.set_length(all as u64);
-            bar.set_position(done as u64);
-            spin(bar, what);
+        if let Some(mut row) = self.row() {
+            row.draw(&format!("{done}/{all} {what}"));
         }
     }
 
     /// Shows the state of endless work.
     pub(super) fn status(&self, what: impl FnOnce() -> String) {
-        let Some(mut line) = self.line() else { return };
-        if let Some(bar) = line.bar(|| "{spinner} {msg}".to_owned(), Duration::ZERO) {
-            bar.set_message(what());
-            bar.tick();
+        if let Some(mut row) = self.row().filter(|row| row.is_due()) {
+            row.draw(&what());
         }
     }
 
-    /// Runs `print` while the line is hidden.
+    /// Runs `print` while the row is hidden.
     pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
-        let line = self.line();
-        match line.as_ref().and_then(|line| line.bar.as_ref()) {
-            Some(bar) => bar.suspend(|| {
-                flush_stderr();
-                print()
-            }),
-            None => print(),
-        }
+        let row = self.row();
+        let Some((text, _)) = row.as_ref().and_then(|row| row.drawn.as_ref()) else { return print() };
+        show("");
+        // Another thread writes the row's removal. A line of standard output must not come first.
+        flush_stderr();
+        let printed = print();
+        show(text);
+        printed
     }
 
-    /// Removes the line for good.
+    /// Removes the row for good.
     pub(super) fn close(&self) {
-        if let Some(mut line) = self.line() {
-            line.clear();
-            line.closed = true;
+        if let Some(mut row) = self.row() {
+            row.clear();
+            row.closed = true;
         }
     }
 
-    fn line(&self) -> Option<MutexGuard<'_, Line>> {
-        self.0.as_ref().map(|line| line.lock().unwrap_or_else(PoisonError::into_inner))
+    fn row(&self) -> Option<MutexGuard<'_, Row>> {
+        self.0.as_ref().map(|row| row.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-fn spin(bar: &ProgressBar, what: &str) {
-    bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
-    bar.enable_steady_tick(TICK);
-}
+impl Row {
+    fn is_due(&self) -> bool {
+        self.drawn.as_ref().is_none_or(|(_, drawn)| drawn.elapsed() >= INTERVAL)
+    }
 
-impl Line {
-    /// The bar, once the work has taken `delay`.
-    fn bar(&mut self, template: impl FnOnce() -> String, delay: Duration) -> Option<&ProgressBar> {
+    fn draw(&mut self, text: &str) {
         if self.closed {
-            return None;
+            return;
         }
-        let begun = *self.begun.get_or_insert_with(Instant::now);
-        if self.bar.is_none() && begun.elapsed() >= delay {
-            let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
-            let bar = ProgressBar::with_draw_target(
-                Some(1),
-                ProgressDrawTarget::term_like_with_hz(Box::new(Row::default()), 20),
-            );
-            self.bar = Some(bar.with_elapsed(begun.elapsed()).with_style(style));
-        }
-        self.bar.as_ref()
+        let columns = rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col));
+        // The echo of Ctrl-C, `^C`, must not start another row, which nothing would remove.
+        let mut text: String = text.chars().take(columns.saturating_sub(4)).collect();
+        clean(&mut text);
+        show(&text);
+        self.drawn = Some((text, Instant::now()));
     }
 
     fn clear(&mut self) {
         self.begun = None;
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
-            // Another thread writes the row's removal. A line of standard output must not come first.
+        if self.drawn.take().is_some() {
+            show("");
+            // As in `Progress::suspend`.
             flush_stderr();
         }
     }
 }
 
-/// The row of a bar, which indicatif fills with spaces. It is shorter than the terminal's row: the echo of Ctrl-C, `^C`, must not start
-/// another row, because only the bar's row is cleared.
-#[derive(Debug, Default)]
-struct Row(Mutex<String>);
-
-impl Row {
-    fn add(&self, text: &str) -> io::Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
-        Ok(())
-    }
-
-    fn move_cursor(&self, cells: usize, direction: char) -> io::Result<()> {
-        if cells > 0 { self.add(&format!("\x1b[{cells}{direction}")) } else { Ok(()) }
-    }
-}
-
-impl TermLike for Row {
-    fn width(&self) -> u16 {
-        u16::try_from(width().saturating_sub(4)).unwrap_or(u16::MAX)
-    }
-
-    fn move_cursor_up(&self, cells: usize) -> io::Result<()> {
-        self.move_cursor(cells, 'A')
-    }
-
-    fn move_cursor_down(&self, cells: usize) -> io::Result<()> {
-        self.move_cursor(cells, 'B')
-    }
-
-    fn move_cursor_right(&self, cells: usize) -> io::Result<()> {
-        self.move_cursor(cells, 'C')
-    }
-
-    fn move_cursor_left(&self, cells: usize) -> io::Result<()> {
-        self.move_cursor(cells, 'D')
-    }
-
-    fn write_line(&self, text: &str) -> io::Result<()> {
-        self.add(text)?;
-        self.add("\r\n")
-    }
-
-    fn write_str(&self, text: &str) -> io::Result<()> {
-        self.add(text)
-    }
-
-    fn clear_line(&self) -> io::Result<()> {
-        self.add("\r\x1b[2K")
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        let text = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        Stderr.write_all(text.as_bytes())
-    }
+/// Replaces the row on the terminal. Failures are ignored.
+fn show(text: &str) {
+    let _ = Stderr.write_all(format!("\r\x1b[2K{text}").as_bytes());
 }
 
 #[cfg(test)]
