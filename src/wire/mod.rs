@@ -175,17 +175,7 @@ impl Message {
             Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => {
                 Err(ProtocolError::SizeCount { kind: "segments", got: segments.sizes.len(), least: 1, most: MAX_FDS })
             }
-            Self::Hello(Hello { timeout_ms: 0, .. }) => {
-                Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()))
-            }
-            Self::Hello(Hello { capabilities, .. }) if capabilities.len() > MAX_CAPABILITIES => {
-                let got = capabilities.len();
-                let message = format!("{got} capabilities in a hello: at most {MAX_CAPABILITIES} are allowed");
-                Err(ProtocolError::Content(message))
-            }
-            Self::Hello(Hello { backend, capabilities, .. }) => {
-                capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
-            }
+            Self::Hello(hello) => check_hello(hello),
             Self::Request(Request { object: name, .. }) => bounded(name),
             Self::Subscribe(subscribe) => check_subscribe(subscribe),
             Self::Format(Format { arrays, length }) => {
@@ -196,11 +186,6 @@ impl Message {
                 }
                 arrays.iter().try_for_each(|array| bounded(&array.name))
             }
-            Self::Ready(Ready { user: Some(user), .. }) if user.len() > 2 * MAX_USER_BYTES => {
-                let message =
-                    format!("{} digits of user bytes: at most {} are allowed", user.len(), 2 * MAX_USER_BYTES);
-                Err(ProtocolError::Content(message))
-            }
             Self::Stream(Stream { turns: Some(turns), .. }) if *turns != TURNS as u64 => {
                 Err(ProtocolError::Content(format!("{turns} turns in a stream: there are {TURNS} or none")))
             }
@@ -209,13 +194,27 @@ impl Message {
             {
                 Err(ProtocolError::Content(format!("a turn of {turn}: 1 to {MAX_TURN} are allowed")))
             }
-            Self::Leave(leave) if leave.held.len() as u64 > MAX_HELD => {
-                let message = format!("{} buffers in a leave: at most {MAX_HELD} are allowed", leave.held.len());
-                Err(ProtocolError::Content(message))
-            }
+            Self::Ready(Ready { user: Some(user), .. }) => most("digits of user bytes", user.len(), 2 * MAX_USER_BYTES),
+            Self::Leave(leave) => most("buffers in a leave", leave.held.len(), MAX_HELD as usize),
             Self::Offer(offer) => [offer.object.as_str(), &offer.memory.device.name].into_iter().try_for_each(bounded),
             _ => Ok(()),
         }
+    }
+}
+
+fn check_hello(hello: &Hello) -> Result<(), ProtocolError> {
+    let Hello { timeout_ms, capabilities, backend, .. } = hello;
+    if *timeout_ms == 0 {
+        return Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()));
+    }
+    most("capabilities in a hello", capabilities.len(), MAX_CAPABILITIES)?;
+    capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
+}
+
+fn most(what: &str, got: usize, most: usize) -> Result<(), ProtocolError> {
+    match got <= most {
+        true => Ok(()),
+        false => Err(ProtocolError::Content(format!("{got} {what}: at most {most} are allowed"))),
     }
 }
 

@@ -103,17 +103,6 @@ fn empty_array_needs_no_memory() {
 }
 
 #[test]
-fn zero_dimensions_mean_one_element() {
-    let made = array("<c16", &[], Some(&[]), 7);
-    assert_eq!((made.elements().unwrap(), made.span().unwrap()), (1, 7..23));
-    assert_eq!(made.offset_of(&[]).unwrap(), 7);
-    assert_eq!(made.offsets().unwrap().collect::<Vec<_>>(), [7]);
-    assert!(is_contiguous(&made, Order::C) && is_contiguous(&made, Order::F));
-    assert_eq!(made.transpose().unwrap().span().unwrap(), 7..23);
-    refused(made.index(0, 0), "no axis 0 in an array of 0 dimensions");
-}
-
-#[test]
 fn invalid_indices_are_refused() {
     let made = floats(&[4, 5]);
     refused(made.slice(2, 0..1, 1), "no axis 2 in an array of 2 dimensions");

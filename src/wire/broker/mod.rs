@@ -28,9 +28,9 @@ pub use self::{
     topics::{Follow, HeldTopic, Meet, Met, OpenTopic, Opened},
 };
 use super::{
-    Busy, ByteRange, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded,
+    Busy, ByteRange, Failure, Hello, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded, check_hello,
     frame::{self, Head, parse},
-    shorten,
+    most, shorten,
 };
 pub use crate::error::RefusalCode;
 use crate::{base::strict::no_texts, error::ProtocolError};
@@ -202,19 +202,9 @@ impl Message {
 
     /// Checks the limits that types don't express: counts, and lengths of names.
     fn check(&self) -> Result<(), ProtocolError> {
-        let most = |what: &str, got: usize, most: usize| match got <= most {
-            true => Ok(()),
-            false => Err(ProtocolError::Content(format!("{got} {what}: at most {most} are allowed"))),
-        };
         most("descriptors in a record", self.fd_count(), MAX_FDS)?;
         match self {
-            Self::Hello(Hello { timeout_ms: 0, .. }) => {
-                Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()))
-            }
-            Self::Hello(Hello { backend, capabilities, .. }) => {
-                most("capabilities in a hello", capabilities.len(), MAX_CAPABILITIES)?;
-                capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
-            }
+            Self::Hello(hello) => check_hello(hello),
             Self::Segments(segments) if segments.sizes.is_empty() => {
                 Err(ProtocolError::SizeCount { kind: "segments", got: 0, least: 1, most: MAX_FDS })
             }

@@ -7,7 +7,7 @@ use crate::{
     array::{ArrayDescriptor, Order},
     base::DeviceUuid,
     wire::{
-        DeviceIdentity, HEADER_LENGTH, MAX_BODY, MAX_NAME, Mechanism, Memory, Placement,
+        DeviceIdentity, HEADER_LENGTH, MAX_BODY, MAX_CAPABILITIES, MAX_NAME, Mechanism, Memory, Placement,
         tests::{self, Golden, record},
     },
 };
@@ -198,12 +198,6 @@ fn too_long_messages_are_not_sent() {
     let message = Message::Put(Box::new(PutHeader { metadata: Some(Table::Inline(long)), ..put() }));
     let most = HEADER_LENGTH + MAX_BODY;
     assert_eq!(message.encode_into(&mut Vec::new()), Err(ProtocolError::LongRecord { most }));
-}
-
-#[test]
-fn hello_needs_a_timeout() {
-    let hello = json!({"version": 1, "capabilities": [BROKER], "backend": NO_BACKEND, "pid": 1, "timeout_ms": 0});
-    assert!(matches!(decode(1, &hello, 0), Err(ProtocolError::Content(_))));
 }
 
 #[test]
