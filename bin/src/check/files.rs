@@ -14,7 +14,7 @@ use std::{
 use tempfile::{Builder, NamedTempFile};
 use vmmfd::{
     error::{Error, MemoryError, Result},
-    internals::sized_mirror,
+    internals::{interruptibly, sized_mirror},
     memory::{Mirror, Region},
 };
 
@@ -268,22 +268,19 @@ impl Target {
         Ok(Self { path: path_written, replace, file })
     }
 
-    /// The temporary file, for fsync(2).
-    pub fn file(&self) -> Result<File> {
-        self.file.as_file().try_clone().map_err(|error| self.write_error(error))
-    }
-
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(|error| self.write_error(error))
     }
 
-    /// Renames the file to its final name and returns the path.
+    /// Writes the file to the disk, renames it to its final name and returns the path. Calls `tick` during the write: the disk may be slow.
     ///
     /// # Errors
-    /// [`ToolError::File`] if another file has appeared under that name and must not be replaced; [`Error::System`].
+    /// [`ToolError::File`] if another file has appeared under that name and must not be replaced; [`Error::System`]; the errors of `tick`.
     ///
-    /// See rename(2).
-    pub fn finish(self) -> Result<PathBuf> {
+    /// See fsync(2) and rename(2).
+    pub fn finish(self, tick: &mut dyn FnMut() -> Result<()>) -> Result<PathBuf> {
+        let written = self.file.as_file().try_clone().map_err(|error| self.write_error(error))?;
+        interruptibly(tick, move || written.sync_all().map_err(|error| Error::system("sync a file", error)))?;
         let Self { path, replace, file } = self;
         let result = if replace { file.persist(&path) } else { file.persist_noclobber(&path) };
         match result {

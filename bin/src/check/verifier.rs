@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use vmmfd::{
     driver::Access,
-    error::{Error, Result},
-    internals::{first_elements, interruptibly},
+    error::Result,
+    internals::first_elements,
     session::{
         Check, Verdict,
         handoff::{ImportedObject, Tick, Verifier},
@@ -114,10 +114,7 @@ impl Verifier for DataVerifier<'_> {
         let Some(mut target) = self.target.take() else { return self.check(object, &claim, None, tick) };
         let verdict = self.check(object, &claim, Some(&mut target), tick)?;
         if verdict.verified {
-            let file = target.file()?;
-            // The disk may be slow. If this side is interrupted, the temporary file is removed.
-            interruptibly(tick, move || file.sync_all().map_err(|error| Error::system("sync a file", error)))?;
-            let path = target.finish()?;
+            let path = target.finish(tick)?;
             let range = object.range();
             let size = range.end - range.start;
             (self.observer)(Event::Saved { path: &path, size, elapsed: started.elapsed() });

@@ -61,13 +61,15 @@ pub struct Table<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Table<'a, N> {
-    pub fn new(columns: [Column<'a>; N]) -> Self {
-        Self { columns, rows: Vec::new() }
+    pub fn new(columns: [Column<'a>; N], rows: impl IntoIterator<Item = [String; N]>) -> Self {
+        let mut rows: Vec<[String; N]> = rows.into_iter().collect();
+        rows.iter_mut().flatten().for_each(clean);
+        Self { columns, rows }
     }
 
-    pub fn row(&mut self, mut cells: [String; N]) {
-        cells.iter_mut().for_each(clean);
-        self.rows.push(cells);
+    /// The text below a heading; `None` without rows.
+    pub fn section(&self, heading: &str, width: Option<usize>) -> Option<String> {
+        (!self.rows.is_empty()).then(|| format!("{heading}:\n{}", self.render(width)))
     }
 
     /// The text. Omits optional columns until it fits `width`.
@@ -105,10 +107,9 @@ mod tests {
     use super::*;
 
     fn table() -> Table<'static, 3> {
-        let mut table = Table::new([Column::right("SIZE"), Column::left("AGE").optional(), Column::left("NAME")]);
-        table.row(["1 KiB".to_owned(), "5s".to_owned(), "a".to_owned()]);
-        table.row(["10 KiB".to_owned(), "100m".to_owned(), "long/name\u{1b}[1m".to_owned()]);
-        table
+        let columns = [Column::right("SIZE"), Column::left("AGE").optional(), Column::left("NAME")];
+        let rows = [["1 KiB", "5s", "a"], ["10 KiB", "100m", "long/name\u{1b}[1m"]];
+        Table::new(columns, rows.map(|row| row.map(str::to_owned)))
     }
 
     #[test]

@@ -133,6 +133,13 @@ impl ErrorSummary {
         Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(Cow::into_owned) }
     }
 
+    /// The summary of an error, which is printed on standard error.
+    pub(super) fn complained(error: &Error) -> Self {
+        let summary = Self::of(error);
+        summary.complain();
+        summary
+    }
+
     /// Prints the error on standard error.
     pub(super) fn complain(&self) {
         complain(&format!("error: {}", self.message));

@@ -166,9 +166,8 @@ pub(super) fn run_service(
 
 /// Prints the error of a command.
 pub(super) fn fail(name: &'static str, error: &Error, json: bool) -> Exit {
-    let summary = ErrorSummary::of(error);
     let exit = Exit::of(error);
-    summary.complain();
+    let summary = ErrorSummary::complained(error);
     if json { print(&failure(Some(name), summary), exit) } else { exit }
 }
 

@@ -207,14 +207,14 @@ pub(crate) fn table(rows: &[Row]) -> String {
     let title = format!("{:37}", format!("{title} ({unit})"));
     let ratio = if rows.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
     let right = Column::right;
-    let mut table =
-        Table::new([Column::left(&title), right("min"), right("median "), right("p99"), right("n"), right(ratio)]);
-    for row in rows {
+    let columns = [Column::left(&title), right("min"), right("median "), right("p99"), right("n"), right(ratio)];
+    let cells = |row: &Row| {
         let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
         let median = digits(row.median) + if row.noisy { "~" } else { " " };
         let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
-        table.row([row.name.clone(), min, median, p99, row.count.to_string(), ratio]);
-    }
+        [row.name.clone(), min, median, p99, row.count.to_string(), ratio]
+    };
+    let table = Table::new(columns, rows.iter().map(cells));
     format!("\n{}", table.render(None))
 }
 

@@ -1,6 +1,9 @@
 //! Text of the broker's commands: lines of one field, times and ages.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    fmt::Display,
+    time::{Duration, SystemTime},
+};
 
 use vmmfd::internals::clean;
 
@@ -12,6 +15,17 @@ pub(super) fn field(name: &str, value: impl Into<String>) -> String {
     let mut line = format!("{name:<9}  {}", value.into());
     clean(&mut line);
     line + "\n"
+}
+
+/// A process and its user.
+pub(super) fn process(pid: impl Display, command: Option<&str>, uid: u32) -> String {
+    let command = command.map_or_else(String::new, |command| format!(" ({command})"));
+    format!("pid {pid}{command}, uid {uid}")
+}
+
+/// A cell of a table.
+pub(super) fn or_dash(text: &Option<String>) -> String {
+    text.clone().unwrap_or_else(|| "-".to_owned())
 }
 
 /// A time in milliseconds since 1970, as UTC (RFC 3339).

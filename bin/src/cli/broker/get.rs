@@ -6,7 +6,6 @@ use vmmfd::{
     broker::{ArrayEntry, Attached, DeviceBytes, Get, Lease, Object, ObjectPart, Owner},
     driver::Choice,
     error::ProtocolError,
-    internals::interruptibly,
     memory::Imported,
     session::start,
     wire::Check,
@@ -181,12 +180,11 @@ impl GetOptions {
     fn read(
         &self,
         part: &ObjectPart,
-        target: Option<&mut Target>,
+        mut target: Option<&mut Target>,
         cancel: &Cancel,
         progress: &Progress,
     ) -> Result<PartReport> {
         let ((memory, range), description) = (self.selected(part)?, part.description());
-        let mut target = target;
         let all = range.end - range.start;
         let mut done = 0;
         let digest = files::read(&**memory, memory.start(), range.clone(), &mut |bytes| {
@@ -224,16 +222,8 @@ impl GetOptions {
     ) -> Result<(Vec<PartReport>, Option<PathBuf>)> {
         let parts = object.parts().iter().map(|part| self.read(part, target.as_mut(), cancel, progress));
         let parts = parts.collect::<Result<Vec<PartReport>>>()?;
-        let written = match target.filter(|_| parts.iter().all(|part| part.verified != Some(false))) {
-            None => None,
-            Some(target) => {
-                let file = target.file()?;
-                // A slow disk must not delay the reaction to a signal, after which the temporary file is removed.
-                let sync = move || file.sync_all().map_err(|error| Error::system("sync a file", error));
-                interruptibly(&mut || cancel.check(), sync)?;
-                Some(target.finish()?)
-            }
-        };
+        let target = target.filter(|_| parts.iter().all(|part| part.verified != Some(false)));
+        let written = target.map(|target| target.finish(&mut || cancel.check())).transpose()?;
         Ok((parts, written))
     }
 }

@@ -61,7 +61,7 @@ pub(super) fn no_match(prefix: &str) -> String {
 }
 
 fn table(objects: &[Summary]) -> Table<'static, 9> {
-    let mut table = Table::new([
+    let columns = [
         Column::left("MODE").optional(),
         Column::right("UID").optional(),
         Column::right("VERSION"),
@@ -71,19 +71,12 @@ fn table(objects: &[Summary]) -> Table<'static, 9> {
         Column::left("DEVICE").optional(),
         Column::right("AGE").optional(),
         Column::left("NAME"),
-    ]);
-    for object in objects {
-        table.row([
-            mode(object),
-            object.owner.uid.to_string(),
-            object.version.to_string(),
-            about(object.size),
-            about(total(&object.devices)),
-            object.leases.to_string(),
-            devices_in_short(&object.devices),
-            age(object.created_ms),
-            object.name.clone(),
-        ]);
-    }
-    table
+    ];
+    let row = |object: &Summary| {
+        let Summary { version, size, leases, devices, created_ms, owner, name, .. } = object;
+        let [uid, version, leases] = [u64::from(owner.uid), *version, *leases].map(|number| number.to_string());
+        let (size, memory, devices) = (about(*size), about(total(devices)), devices_in_short(devices));
+        [mode(object), uid, version, size, memory, leases, devices, age(*created_ms), name.clone()]
+    };
+    Table::new(columns, objects.iter().map(row))
 }

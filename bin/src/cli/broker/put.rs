@@ -14,7 +14,7 @@ use vmmfd::{
 use super::{
     MeetBroker, Steps,
     fields::field,
-    recall::{self, complained, outcome},
+    recall::{self, outcome},
     shown,
     values::{parse_mode, parse_texts, parse_ttl},
 };
@@ -324,7 +324,7 @@ impl Tool for PutOptions {
             digest,
             steps: steps.0,
             recall,
-            error: error.as_ref().map(complained),
+            error: error.as_ref().map(ErrorSummary::complained),
         };
         Ok(ToolOutput::of(output, exit, report, render))
     }

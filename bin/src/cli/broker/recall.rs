@@ -1,12 +1,16 @@
 //! `recall`: asks the holders of an object to give it up.
 
 use vmmfd::{
-    broker::{Recall, RecallHolder, RecallOf},
+    broker::{HeldLease, Recall, RecallHolder, RecallOf},
     error::RefusalCode,
     internals::refusal,
 };
 
-use super::{MeetBroker, count, fields::field, who::UserNames};
+use super::{
+    MeetBroker, count,
+    fields::{field, or_dash},
+    who::UserNames,
+};
 use crate::{
     cli::{Column, Table, prelude::*, stdout_width},
     units::about,
@@ -63,7 +67,7 @@ impl Tool for RecallOptions {
         let recall = self.meet.connect(cancel)?.recall(&self.name, of, self.within)?;
         let error = incomplete(&recall, self.within);
         let exit = error.as_ref().map_or(Exit::Verified, Exit::of);
-        let error = error.as_ref().map(complained);
+        let error = error.as_ref().map(ErrorSummary::complained);
         let report = RecallReport { name: self.name.clone(), recall, error };
         Ok(ToolOutput::of(output, exit, report, |report, _| render(&report.recall)))
     }
@@ -87,18 +91,11 @@ fn incomplete(recall: &Recall, within: Duration) -> Option<Error> {
     (left > 0).then(|| refusal(RefusalCode::Timeout, message).into())
 }
 
-/// Prints an error on standard error.
-pub(super) fn complained(error: &Error) -> ErrorSummary {
-    let summary = ErrorSummary::of(error);
-    summary.complain();
-    summary
-}
-
 /// The table of holders, and whether the memory is free.
 pub(super) fn render(recall: &Recall) -> String {
     let Recall { holders, free, kept, .. } = recall;
     let mut users = UserNames::default();
-    let mut table = Table::new([
+    let columns = [
         Column::left("ACKNOWLEDGED"),
         Column::right("PID"),
         Column::left("USER").optional(),
@@ -106,18 +103,14 @@ pub(super) fn render(recall: &Recall) -> String {
         Column::right("SIZE"),
         Column::right("VERSION"),
         Column::left("NAME"),
-    ]);
-    for RecallHolder { lease, acknowledged, .. } in holders {
-        table.row([
-            if *acknowledged { "yes" } else { "no" }.to_owned(),
-            lease.pid.to_string(),
-            users.of(lease.uid),
-            lease.command.clone().unwrap_or_else(|| "-".to_owned()),
-            about(lease.size),
-            lease.version.to_string(),
-            lease.name.clone(),
-        ]);
-    }
+    ];
+    let row = |RecallHolder { lease, acknowledged, .. }: &RecallHolder| {
+        let acknowledged = if *acknowledged { "yes" } else { "no" }.to_owned();
+        let HeldLease { name, version, pid, uid, command, size, .. } = lease;
+        let (command, size) = (or_dash(command), about(*size));
+        [acknowledged, pid.to_string(), users.of(*uid), command, size, version.to_string(), name.clone()]
+    };
+    let table = Table::new(columns, holders.iter().map(row));
     let rows = if holders.is_empty() { String::new() } else { table.render(stdout_width()) };
     let state = match (free, kept) {
         (true, _) => "yes",

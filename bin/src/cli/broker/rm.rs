@@ -13,7 +13,7 @@ use super::{
     MeetBroker, count,
     fields::field,
     ls::no_match,
-    recall::{complained, outcome, render},
+    recall::{outcome, render},
     who::held,
 };
 use crate::{
@@ -176,9 +176,7 @@ impl RmOptions {
                 false => client.delete(&name).map(|()| report.deleted.push(name.clone())),
             };
             if let Err(error) = done {
-                let summary = ErrorSummary::of(&error);
-                summary.complain();
-                report.failed.push(Failed { name, error: summary });
+                report.failed.push(Failed { name, error: ErrorSummary::complained(&error) });
                 // Any other error breaks the connection.
                 let connected = matches!(error, Error::Broker(_));
                 first.get_or_insert(error);
@@ -191,7 +189,7 @@ impl RmOptions {
         report.held = self.held(client, &report.deleted);
         if self.recall && !report.held.is_empty() {
             let failed = self.recall(client, &mut report);
-            failed.iter().for_each(|error| drop(complained(error)));
+            failed.iter().for_each(|error| drop(ErrorSummary::complained(error)));
             first = first.or(failed);
         }
         report.error = first.as_ref().map(ErrorSummary::of);

@@ -8,7 +8,7 @@ use vmmfd::{
 
 use super::{
     MeetBroker, count,
-    fields::{age, field, time},
+    fields::{age, field, process, time},
     ls::mode,
     shown, total,
 };
@@ -75,7 +75,7 @@ fn render(info: &ObjectInfo, verbose: bool) -> String {
         text += &part_line(part, verbose);
     }
     for ReportInfo { reader, at_ms, message } in reports {
-        text += &field("report", format!("{} by {}: {message}", time(*at_ms), process(reader)));
+        text += &field("report", format!("{} by {}: {message}", time(*at_ms), maker(reader)));
     }
     text
 }
@@ -96,12 +96,11 @@ fn part_line(part: &PartInfo, verbose: bool) -> String {
     if let Some(digest) = digest {
         line += &format!(", {}", units::digest(digest, verbose));
     }
-    field("part", format!("{line}; put by {}", process(maker)))
+    field("part", format!("{line}; put by {}", self::maker(maker)))
 }
 
-fn process(of: &Maker) -> String {
-    let command = of.command.as_ref().map_or_else(String::new, |command| format!(" ({command})"));
-    format!("pid {}{command}, uid {}", of.pid, of.uid)
+fn maker(of: &Maker) -> String {
+    process(of.pid, of.command.as_deref(), of.uid)
 }
 
 fn described(lifetime: Lifetime) -> String {

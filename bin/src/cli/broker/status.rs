@@ -10,7 +10,7 @@ use vmmfd::{
 
 use super::{
     MeetBroker, count,
-    fields::{age, field},
+    fields::{age, field, process},
     shown,
     who::by_device,
 };
@@ -143,13 +143,12 @@ fn render(report: &StatusReport, verbose: bool) -> String {
     );
     for HeldClaim { name, part, pid, uid, command, since_ms } in metrics.claims.iter().flatten() {
         let part = part.as_ref().map(|part| format!(", part {part},")).unwrap_or_default();
-        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
-        text += &field("claim", format!("{name}{part} by pid {pid}{command}, uid {uid}, for {}", age(*since_ms)));
+        let by = process(pid, command.as_deref(), *uid);
+        text += &field("claim", format!("{name}{part} by {by}, for {}", age(*since_ms)));
     }
     for HeldTopic { name, pid, uid, command, followers, .. } in metrics.topics.iter().flatten() {
-        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
-        let followers = count(*followers, "follower");
-        text += &field("topic", format!("{name} by pid {pid}{command}, uid {uid}, {followers}"));
+        let (by, followers) = (process(pid, command.as_deref(), *uid), count(*followers, "follower"));
+        text += &field("topic", format!("{name} by {by}, {followers}"));
     }
     for DeviceLine { claimed, used, total, .. } in devices {
         let reported =

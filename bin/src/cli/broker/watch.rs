@@ -14,7 +14,10 @@ use vmmfd::{
     internals::{clean, deadline_after, wait},
 };
 
-use super::{MeetBroker, fields::time};
+use super::{
+    MeetBroker,
+    fields::{process, time},
+};
 use crate::{
     cli::{
         output::{complain, json_line},
@@ -117,9 +120,9 @@ impl WatchOptions {
 fn text(event: &Event, word: &str) -> String {
     let Event { at_ms, name, version, uid, pid, command, size, message, .. } = event;
     let size = size.map(|size| format!(", {}", about(size))).unwrap_or_default();
-    let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
+    let by = process(pid, command.as_deref(), *uid);
     let message = message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
-    format!("{word:<9}  {}  {name} version {version}{size}, pid {pid}{command}, uid {uid}{message}", time(*at_ms))
+    format!("{word:<9}  {}  {name} version {version}{size}, {by}{message}", time(*at_ms))
 }
 
 impl Tool for WatchOptions {

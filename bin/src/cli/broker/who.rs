@@ -11,7 +11,12 @@ use vmmfd::{
     internals::clean,
 };
 
-use super::{MeetBroker, fields::age, ls::no_match, shown, total};
+use super::{
+    MeetBroker,
+    fields::{age, or_dash, process},
+    ls::no_match,
+    shown, total,
+};
 use crate::{
     cli::{Column, Table, prelude::*, stdout_width},
     schema,
@@ -80,8 +85,8 @@ impl UserNames {
 /// A line of `rm`.
 pub(super) fn held(lease: &HeldLease) -> String {
     let HeldLease { name, version, pid, uid, command, size, .. } = lease;
-    let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
-    let mut line = format!("held     {} of {name} version {version} by pid {pid}{command}, uid {uid}", about(*size));
+    let by = process(*pid, command.as_deref(), *uid);
+    let mut line = format!("held     {} of {name} version {version} by {by}", about(*size));
     clean(&mut line);
     line + "\n"
 }
@@ -168,109 +173,51 @@ impl Tool for WhoOptions {
 
 /// The tables with their headings; users and devices only without a prefix.
 fn render(report: &WhoReport, options: &WhoOptions, verbose: bool, width: Option<usize>) -> String {
+    let WhoReport { leases, claims, topics, unnamed, users, devices } = report;
+    let mut names = UserNames::default();
+    let leases = leases.iter().map(|lease| {
+        let HeldLease { name, version, pid, uid, command, since_ms, size, .. } = lease;
+        let (size, since) = (about(*size), age(*since_ms));
+        [pid.to_string(), names.of(*uid), or_dash(command), size, since, version.to_string(), name.clone()]
+    });
+    let [pid, user, command] =
+        [Column::right("PID"), Column::left("USER").optional(), Column::left("COMMAND").optional()];
+    let [size, since, version] = [Column::right("SIZE"), Column::right("SINCE").optional(), Column::right("VERSION")];
+    let name = Column::left("NAME");
+    let leases = Table::new([pid, user, command, size, since, version, name], leases);
+    let claims = claims.iter().map(|HeldClaim { name, part, pid, uid, command, since_ms }| {
+        let part = or_dash(part);
+        [pid.to_string(), names.of(*uid), or_dash(command), age(*since_ms), part, name.clone()]
+    });
+    let claims = Table::new([pid, user, command, since, Column::left("PART").optional(), name], claims);
+    let topics = topics.iter().map(|HeldTopic { name, pid, uid, command, followers, .. }| {
+        [pid.to_string(), names.of(*uid), or_dash(command), followers.to_string(), name.clone()]
+    });
+    let topics = Table::new([pid, user, command, Column::right("FOLLOWERS"), name], topics);
+    let unnamed = unnamed.iter().map(|Unnamed { name, version, leases, size, .. }| {
+        [about(*size), leases.to_string(), version.to_string(), name.clone()]
+    });
+    let unnamed = Table::new([size, Column::right("LEASES"), version, name], unnamed);
     let totals = options.prefix.is_empty();
-    let mut tables = Vec::new();
-    let mut users = UserNames::default();
-    if !report.leases.is_empty() {
-        let mut table = Table::new([
-            Column::right("PID"),
-            Column::left("USER").optional(),
-            Column::left("COMMAND").optional(),
-            Column::right("SIZE"),
-            Column::right("SINCE").optional(),
-            Column::right("VERSION"),
-            Column::left("NAME"),
-        ]);
-        for lease in &report.leases {
-            table.row([
-                lease.pid.to_string(),
-                users.of(lease.uid),
-                lease.command.clone().unwrap_or_else(|| "-".to_owned()),
-                about(lease.size),
-                age(lease.since_ms),
-                lease.version.to_string(),
-                lease.name.clone(),
-            ]);
-        }
-        tables.push(format!("Leases:\n{}", table.render(width)));
-    }
-    if !report.claims.is_empty() {
-        tables.push(format!("Claims:\n{}", claims(&report.claims, &mut users, width)));
-    }
-    if !report.topics.is_empty() {
-        tables.push(format!("Topics:\n{}", topics(&report.topics, &mut users, width)));
-    }
-    if !report.unnamed.is_empty() {
-        let mut table = Table::new([
-            Column::right("SIZE"),
-            Column::right("LEASES"),
-            Column::right("VERSION"),
-            Column::left("NAME"),
-        ]);
-        for version in &report.unnamed {
-            let Unnamed { name, version, leases, size, .. } = version;
-            table.row([about(*size), leases.to_string(), version.to_string(), name.clone()]);
-        }
-        let heading = if options.pinned { "Versions that only readers keep" } else { "Versions without a name" };
-        tables.push(format!("{heading}:\n{}", table.render(width)));
-    }
-    if totals && !report.users.is_empty() {
-        let mut table = Table::new([
-            Column::left("USER"),
-            Column::right("OBJECTS"),
-            Column::right("SIZE"),
-            Column::right("LEASES"),
-            Column::right("CONNECTIONS").optional(),
-        ]);
-        for user in &report.users {
-            let UserTotal { uid, objects, leases, connections, devices } = user;
-            let [objects, leases, connections] = [objects, leases, connections].map(u64::to_string);
-            table.row([users.of(*uid), objects, about(total(devices)), leases, connections]);
-        }
-        tables.push(format!("Users:\n{}", table.render(width)));
-    }
-    if totals && !report.devices.is_empty() {
-        let mut table = Table::new([Column::right("SIZE"), Column::left("DEVICE")]);
-        for of in &report.devices {
-            table.row([about(of.bytes), shown(&of.device, verbose)]);
-        }
-        tables.push(format!("Devices:\n{}", table.render(width)));
-    }
-    tables.join("\n")
-}
-
-/// The table of claims.
-fn claims(claims: &[HeldClaim], users: &mut UserNames, width: Option<usize>) -> String {
-    let mut table = Table::new([
-        Column::right("PID"),
-        Column::left("USER").optional(),
-        Column::left("COMMAND").optional(),
-        Column::right("SINCE").optional(),
-        Column::left("PART").optional(),
-        Column::left("NAME"),
-    ]);
-    let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
-    for HeldClaim { name, part, pid, uid, command, since_ms } in claims {
-        let (command, part) = (or_dash(command), or_dash(part));
-        table.row([pid.to_string(), users.of(*uid), command, age(*since_ms), part, name.clone()]);
-    }
-    table.render(width)
-}
-
-/// The table of topics.
-fn topics(topics: &[HeldTopic], users: &mut UserNames, width: Option<usize>) -> String {
-    let mut table = Table::new([
-        Column::right("PID"),
-        Column::left("USER").optional(),
-        Column::left("COMMAND").optional(),
-        Column::right("FOLLOWERS"),
-        Column::left("NAME"),
-    ]);
-    for HeldTopic { name, pid, uid, command, followers, .. } in topics {
-        let command = command.clone().unwrap_or_else(|| "-".to_owned());
-        table.row([pid.to_string(), users.of(*uid), command, followers.to_string(), name.clone()]);
-    }
-    table.render(width)
+    let users = users.iter().filter(|_| totals).map(|UserTotal { uid, objects, leases, connections, devices }| {
+        let [objects, leases, connections] = [objects, leases, connections].map(u64::to_string);
+        [names.of(*uid), objects, about(total(devices)), leases, connections]
+    });
+    let [objects, leases_of] = [Column::right("OBJECTS"), Column::right("LEASES")];
+    let connections = Column::right("CONNECTIONS").optional();
+    let users = Table::new([Column::left("USER"), objects, size, leases_of, connections], users);
+    let devices = devices.iter().filter(|_| totals).map(|of| [about(of.bytes), shown(&of.device, verbose)]);
+    let devices = Table::new([size, Column::left("DEVICE")], devices);
+    let heading = if options.pinned { "Versions that only readers keep" } else { "Versions without a name" };
+    let sections = [
+        leases.section("Leases", width),
+        claims.section("Claims", width),
+        topics.section("Topics", width),
+        unnamed.section(heading, width),
+        users.section("Users", width),
+        devices.section("Devices", width),
+    ];
+    sections.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]

@@ -99,11 +99,7 @@ impl StreamOptions {
         match outcome {
             Ok(()) => (None, Exit::Verified),
             Err(Error::Interrupted { .. }) if self.count.is_none() => (None, Exit::Verified),
-            Err(error) => {
-                let summary = ErrorSummary::of(&error);
-                summary.complain();
-                (Some(summary), Exit::of(&error))
-            }
+            Err(error) => (Some(ErrorSummary::complained(&error)), Exit::of(&error)),
         }
     }
 }
