@@ -12,26 +12,24 @@ pub(super) fn render(metrics: Option<&Metrics>) -> String {
     let mut text = Text::default();
     text.number("vmmfd_up", "Whether the broker answers", metrics.is_some().into());
     let Some(metrics) = metrics else { return text.0 };
-    let open = metrics.descriptors;
-    let store = &metrics.store;
     for (name, help, value) in [
         ("vmmfd_objects", "Names that the broker has", metrics.objects),
         ("vmmfd_versions", "Versions that the broker keeps, also without a name", metrics.versions),
         ("vmmfd_leases", "Leases that are held", metrics.leases),
         ("vmmfd_connections", "Connections to the broker, the exporter's own included", metrics.connections),
         ("vmmfd_watchers", "Connections that wait for events", metrics.watchers),
-        ("vmmfd_open_descriptors", "Open descriptors of the broker", open.used),
-        ("vmmfd_max_descriptors", "The most descriptors that the broker may have open", open.allowed),
-        ("vmmfd_stored_descriptors", "Descriptors that the keeper holds", store.used),
-        ("vmmfd_max_stored_descriptors", "The most descriptors that the keeper may hold", store.allowed),
+        ("vmmfd_open_descriptors", "Open descriptors of the broker", metrics.descriptors.used),
+        ("vmmfd_max_descriptors", "The most descriptors that the broker may have open", metrics.descriptors.allowed),
+        ("vmmfd_stored_descriptors", "Descriptors that the keeper holds", metrics.store.used),
+        ("vmmfd_max_stored_descriptors", "The most descriptors that the keeper may hold", metrics.store.allowed),
         ("vmmfd_start_time_seconds", "When the broker's process started, since 1970", metrics.started_ms / 1000),
     ] {
         text.number(name, help, value);
     }
     let version = metrics.version.iter().map(|version| (labels(&[("version", version)]), 1));
-    text.gauge("vmmfd_build_info", "The version of the broker's program", version);
-    let kind = [(labels(&[("kind", &store.kind)]), 1)];
-    text.gauge("vmmfd_store_info", "Which process holds the broker's descriptors", kind);
+    text.family("gauge", "vmmfd_build_info", "The version of the broker's program", version);
+    let kind = [(labels(&[("kind", &metrics.store.kind)]), 1)];
+    text.family("gauge", "vmmfd_store_info", "Which process holds the broker's descriptors", kind);
     text.users(metrics);
     text.limits("vmmfd_quota", "each user", metrics.quota.unwrap_or_default());
     text.limits("vmmfd_total_quota", "all users together", metrics.total_quota.unwrap_or_default());
@@ -61,12 +59,8 @@ impl Text {
         samples.into_iter().for_each(|(labels, value)| self.sample(name, &labels, value));
     }
 
-    fn gauge(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = (String, u64)>) {
-        self.family("gauge", name, help, samples);
-    }
-
     fn number(&mut self, name: &str, help: &str, value: u64) {
-        self.gauge(name, help, [(String::new(), value)]);
+        self.family("gauge", name, help, [(String::new(), value)]);
     }
 
     fn users(&mut self, metrics: &Metrics) {
@@ -74,20 +68,20 @@ impl Text {
         let claimed = totals.iter().flat_map(|total| total.devices.iter().map(move |of| (total.uid, of)));
         let claimed =
             claimed.map(|(uid, of)| (labels(&[("device", &prefixed_uuid(&of.device)), ("uid", &uid)]), of.bytes));
-        self.gauge("vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed);
+        self.family("gauge", "vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed);
         for (name, help, count) in [
             ("vmmfd_user_objects", "Names that are a user's", (|of| of.objects) as fn(&UserTotal) -> u64),
             ("vmmfd_user_leases", "Leases that a user's processes hold", |of| of.leases),
             ("vmmfd_user_connections", "Connections of a user's processes", |of| of.connections),
         ] {
-            self.gauge(name, help, totals.iter().map(|of| (labels(&[("uid", &of.uid)]), count(of))));
+            self.family("gauge", name, help, totals.iter().map(|of| (labels(&[("uid", &of.uid)]), count(of))));
         }
         let mut claims = BTreeMap::new();
         for claim in metrics.claims.iter().flatten() {
             *claims.entry(claim.uid).or_default() += 1;
         }
         let claims = claims.into_iter().map(|(uid, count)| (labels(&[("uid", &uid)]), count));
-        self.gauge("vmmfd_user_claims", "Claims that a user's processes hold", claims);
+        self.family("gauge", "vmmfd_user_claims", "Claims that a user's processes hold", claims);
     }
 
     /// The limits that are set.

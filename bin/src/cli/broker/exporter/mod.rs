@@ -25,9 +25,6 @@ use self::metrics::render;
 use super::MeetBroker;
 use crate::cli::{prelude::*, run::raise_file_limit};
 
-/// The longest request head, in bytes.
-const MAX_HEAD: usize = 8192;
-
 const TIMEOUT: &str = "Longest silence of the broker, and time of an HTTP client to send its request: 500ms, 30s, 2m";
 
 /// Serves broker metrics over HTTP, for Prometheus
@@ -63,7 +60,7 @@ impl Tool for ExporterOptions {
     fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         // Each connection has a descriptor.
         raise_file_limit();
-        // The path may change: each request looks for a broker of this user, then for the system's.
+        // Each request looks for a broker of this user, then for the system's.
         let path = BrokerPath::find(self.meet.socket.as_deref())?;
         let (listener, address) = self.listener()?;
         output.announce(format!("exporter  listening  http://{address}/metrics"))?;
@@ -72,10 +69,7 @@ impl Tool for ExporterOptions {
             Ok(()) | Err(Error::Interrupted { .. }) => {}
             Err(error) => return Err(error.into()),
         }
-        let report = ExporterReport {
-            listen: address.to_string(),
-            socket: BrokerPath::find(self.meet.socket.as_deref()).unwrap_or(path).path().display().to_string(),
-        };
+        let report = ExporterReport { listen: address.to_string(), socket: path.path().display().to_string() };
         Ok(ToolOutput::of(output, Exit::Verified, report, |_, _| String::new()))
     }
 }
@@ -140,7 +134,7 @@ impl Server {
             let mut request = httparse::Request::new(&mut headers);
             let parsed = request.parse(&head);
             break match (parsed, request.method) {
-                (Ok(Status::Partial), _) if head.len() < MAX_HEAD => continue,
+                (Ok(Status::Partial), _) if head.len() < 8192 => continue,
                 (Ok(Status::Complete(_)), Some("GET")) => self.answer(request.path.unwrap_or_default()),
                 (Ok(Status::Complete(_)), _) => ("405 Method Not Allowed", "the method is GET\n".to_owned()),
                 _ => ("400 Bad Request", "this is not HTTP, or its head is too long\n".to_owned()),
@@ -165,8 +159,8 @@ impl Server {
         if !matches!(path, "/metrics" | "/healthz") {
             return ("404 Not Found", "the paths are /metrics and /healthz\n".to_owned());
         }
-        let metrics = self.meet.connect(&self.cancel).and_then(|client| client.metrics());
-        let metrics = metrics.map_err(|error| error.in_full());
+        let metrics =
+            self.meet.connect(&self.cancel).and_then(|client| client.metrics()).map_err(|error| error.in_full());
         match (self.down.swap(metrics.is_err(), Ordering::Relaxed), &metrics) {
             (false, Err(error)) => tracing::warn!(error, "the broker does not answer"),
             (true, Ok(_)) => tracing::warn!("the broker answers again"),
