@@ -311,16 +311,12 @@ def test_stopped_source_fails_pull(nodes: Nodes) -> None:
     source = nodes.offer(size=256 * MIB)
     result = nodes.pull(signal.SIGSTOP)
     assert failed(result, "Timeout"), result
-    assert STALL <= result["seconds"] < STALL + 1 and f"{STALL:g} s" in result["text"]
-    source.signal(signal.SIGCONT)
-    # UCX may end a source whose reader went away while it was stopped.
-    try:
-        source.process.wait(2)
-    except subprocess.TimeoutExpired:
-        nodes.tell("offer")
-    else:
-        vmmfd.connect(nodes.servers[0].path).delete("model")
-        nodes.offer()
+    assert result["seconds"] >= STALL and f"{STALL:g} s" in result["text"]
+    # Once it continued, UCX might end it at any later time, because its reader went away: another source takes its place.
+    source.process.kill()
+    source.process.wait()
+    vmmfd.connect(nodes.servers[0].path).delete("model")
+    nodes.offer()
     assert nodes.pull()["large"]
 
 
