@@ -1,6 +1,6 @@
 //! Blocks cut from shared memory: the same cases on every backend.
 
-use vmmfd::memory::{ArenaFigures, Array};
+use vmmfd::memory::ArenaFigures;
 
 use crate::support::{prelude::*, sealing};
 

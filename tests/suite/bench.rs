@@ -1,6 +1,6 @@
 //! `vmmfd bench` as a user runs it: the rows of each group, and its failures.
 
-use crate::{running::binary, support::prelude::*};
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting; host and cuda: [

@@ -1,32 +1,20 @@
 //! The broker: named memory over its own socket, with the server in a thread of the test.
 
-use std::{
-    os::fd::AsFd,
-    path::PathBuf,
-    process,
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
-};
-
-use serde_json::json;
-use tempfile::TempDir;
+use nix::sys::resource::{Resource, getrlimit};
 use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Order},
-    broker::{ArrayEntry, ClaimOf, Client, Condition, Found, Get, Put, PutPart, Server, ServerConfig, ServerReport},
-    channel::{Cancel, CancelReason},
-    driver::{Backend, DeviceUuid, Driver},
-    error::{ErrorClass, MemoryError, RefusalCode},
-    internals,
-    memory::{Device, DeviceIdentity, Placement, Region, Selector, Shared, Sharing, Spec},
-    session::Config,
+    broker::{EventKind, Watched},
+    driver::DeviceUuid,
+    error::ErrorClass,
+    memory::DeviceIdentity,
 };
 
-use crate::support::{Copy, Kind, Subject, pause};
+use crate::support::{
+    prelude::*,
+    served::{status, stored},
+};
 
 cases! {
     on crate::support::Subject; host and cuda: [
-    readers_keep_a_replaced_version,
     selected_arrays_send_only_their_segments,
     large_array_table_travels_in_memfd,
     ]
@@ -36,120 +24,10 @@ cases! {
     ]
 }
 
-/// A broker in a thread.
-pub(crate) struct Broker {
-    _folder: TempDir,
-    pub(crate) path: PathBuf,
-    cancel: Cancel,
-    server: Option<JoinHandle<vmmfd::Result<ServerReport>>>,
-}
-
-impl Broker {
-    pub(crate) fn start(subject: &Subject) -> Self {
-        Self::with(subject, ServerConfig::default())
-    }
-
-    pub(crate) fn with(subject: &Subject, config: ServerConfig) -> Self {
-        Self::at(tempfile::tempdir().unwrap(), subject, config)
-    }
-
-    pub(crate) fn at(folder: TempDir, subject: &Subject, mut config: ServerConfig) -> Self {
-        if subject.kind == Kind::Fake {
-            config = internals::emulated(config);
-        }
-        let path = folder.path().join("broker.sock");
-        let cancel = Cancel::new().unwrap();
-        let server = Server::bind(&path, config, &cancel).unwrap();
-        let server = Some(thread::spawn(move || server.run()));
-        Self { _folder: folder, path, cancel, server }
-    }
-
-    pub(crate) fn client(&self) -> Client {
-        Client::connect(&self.path, &Config::default()).unwrap()
-    }
-}
-
-impl Drop for Broker {
-    fn drop(&mut self) {
-        self.cancel.cancel(CancelReason::Program);
-        if let Some(server) = self.server.take() {
-            let _ = server.join();
-        }
-    }
-}
-
-/// Memory whose bytes all have the same value.
-pub(crate) fn filled(driver: &Driver, size: u64, chunk: Option<u64>, value: u8) -> Shared {
-    let device = Device::find(driver, Selector::default()).unwrap();
-    let spec = Spec::vmm(size);
-    let memory = Shared::create(&device, chunk.map_or(spec, |chunk| spec.chunk(chunk))).unwrap();
-    memory.copy_in(0, &vec![value; size as usize]).unwrap();
-    memory
-}
-
-#[track_caller]
-pub(crate) fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
-    match result {
-        Err(Error::Broker(refusal)) => (refusal.code, refusal.message),
-        other => panic!("{other:?}"),
-    }
-}
-
 /// The time limit of each wait, generous for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Waits until another thread makes the condition true.
-#[track_caller]
-pub(crate) fn until(done: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < PATIENCE, "it does not happen");
-        pause(begun);
-    }
-}
-
 const MIB: u64 = 1 << 20;
-
-fn put(client: &Client, driver: &Driver, name: &str, value: u8, condition: Condition) -> vmmfd::Result<u64> {
-    let memory = filled(driver, MIB, None, value);
-    let put = Put::new(name).condition(condition).part(PutPart::of("all", &memory)?);
-    client.put(&put).map(|published| published.version)
-}
-
-fn byte(client: &Client, driver: &Driver, get: &Get) -> u8 {
-    let object = client.get(get).unwrap().open(driver, None).unwrap();
-    let mut bytes = [0; 1];
-    object.parts()[0].memory().unwrap().copy_out(0, &mut bytes).unwrap();
-    bytes[0]
-}
-
-fn readers_keep_a_replaced_version(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), &subject.driver);
-    let client = broker.client();
-    let put = |value, condition| put(&client, driver, "a", value, condition);
-    put(1, Condition::New).unwrap();
-    let old = client.get(&Get::new("a")).unwrap();
-    let (code, message) = refused(put(2, Condition::New));
-    assert!(code == RefusalCode::Exists && message.contains("`a` exists at version 1"), "{message}");
-    assert_eq!(refused(put(2, Condition::Version(7))).0, RefusalCode::Version);
-    assert_eq!((put(2, Condition::Version(1)).unwrap(), put(3, Condition::Any).unwrap()), (2, 3));
-    // A lease holds the first version; nothing holds the second.
-    assert_eq!(byte(&client, driver, &Get::new("a")), 3);
-    assert_eq!(byte(&client, driver, &Get::new("a").version(1)), 1);
-    assert_eq!(client.stat("a", None).unwrap().version.versions, [1, 3]);
-    let owner = nix::unistd::geteuid().as_raw();
-    assert_eq!(refused(client.get_all(&[Get::new("a").expect_owner(owner + 1)], None)).0, RefusalCode::Differs);
-    let object = old.open(driver, None).unwrap();
-    client.delete("a").unwrap();
-    until(|| client.who("").unwrap().leases.len() == 1);
-    let mut bytes = [0; 1];
-    object.part("all").unwrap().memory().unwrap().copy_out(0, &mut bytes).unwrap();
-    assert_eq!(bytes, [1]);
-    drop(object);
-    assert_eq!(client.who("").unwrap().leases.len(), 0);
-    // A name that is put again after its deletion starts at version 1.
-    assert_eq!(put(4, Condition::New).unwrap(), 1);
-}
 
 /// Eight makers put the parts of each version, each on its own device. A reader sees whole versions only.
 #[test]
@@ -280,7 +158,10 @@ fn report_of_false_claim_keeps_the_version(subject: Subject) {
     let part = PutPart::of_segments("all", Backend::Cuda, description, segments).unwrap();
     client.put(&Put::new("a").part(part)).unwrap();
     let lease = client.get(&Get::new("a")).unwrap();
+    let mut watch = client.watch("a", None).unwrap();
     assert!(matches!(lease.open(&subject.driver, None), Err(Error::Peer(_))));
+    let event = watch.next(PATIENCE).unwrap();
+    assert!(matches!(&event, Some(Watched::Event(event)) if event.kind == EventKind::Reported), "{event:?}");
     let info = client.stat("a", None).unwrap().version;
     let (report, maker) = (&info.reports[0], &info.parts[0].maker);
     assert!(report.message.contains("the driver reports memory of device 0"), "{}", report.message);
@@ -316,4 +197,26 @@ fn longest_descriptions_are_listed() {
         Err(refused) => assert!(matches!(refused, Error::Broker(_)), "{refused:?}"),
     }
     assert!(leases.iter().all(|lease| lease.is_held()));
+}
+
+#[test]
+fn server_maps_no_driver() {
+    let subject = Subject::fake();
+    let served = Served::with(Keeper::None, &subject, &binary("vmmfd"), &[]);
+    let (client, server) = (served.client(), served.pid());
+    let is_mapped = |pid: &str| {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        ["cuda.so", "libcuda", "memfd:"].iter().any(|name| maps.contains(name))
+    };
+    let memory = filled(&subject.driver, 8 << 20, Some(2 << 20), 4);
+    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let object = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
+    // This process maps both.
+    assert!(is_mapped("self") && !is_mapped(&server.to_string()));
+    drop((object, memory));
+    until(|| stored(server) == 4);
+    // Each growth of the table of descriptors stops a multithreaded process for milliseconds.
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let room = status(server, "FDSize");
+    assert!(room >= hard.min(1 << 20), "room for {room} descriptors, at a limit of {hard}");
 }

@@ -1,25 +1,12 @@
 //! Peers send the broker descriptors whose close(2) blocks: TCP sockets with `SO_LINGER` whose peer never reads.
 
-use std::{
-    fs,
-    io::Write,
-    net::{TcpListener, TcpStream},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::Duration,
-};
+use std::net::{TcpListener, TcpStream};
 
 use nix::libc;
 use rustix::net::sockopt;
-use vmmfd::{
-    error::ErrorCode,
-    wire::broker::{List, Message},
-};
+use vmmfd::wire::broker::{List, Message};
 
-use crate::{
-    broker::{filled, until},
-    broker_process::Raw,
-    support::{Subject, material::Material, served::Served, with_own_descriptors},
-};
+use crate::support::{material::Material, prelude::*, with_own_descriptors};
 
 const MIB: u64 = 1 << 20;
 
@@ -110,20 +97,15 @@ fn blocking_closes_delay_nobody() {
 }
 
 mod root {
-    use std::os::{fd::AsRawFd, unix::net::UnixDatagram};
+    use std::os::unix::net::UnixDatagram;
 
     use nix::libc::sock_filter;
     use sendfd::{RecvWithFd, SendWithFd};
 
     use super::*;
     use crate::{
-        broker::until,
-        broker_process::become_user,
         seccomp::{self, ALLOW, require, rule},
-        support::{
-            in_fork,
-            served::{connect, count_files},
-        },
+        support::served::{connect, count_files},
     };
 
     const SERVER: u32 = 24560;
@@ -173,7 +155,7 @@ mod root {
         let served = start(&[OTHER]);
         // The listening socket refuses descriptors only once the server runs.
         let _client = served.client();
-        let file = fs::File::open("/dev/null").unwrap();
+        let file = File::open("/dev/null").unwrap();
         let (raw, sent) = served.while_stopped(|| {
             let raw = dial_as(HOSTILE, &served);
             let sent = raw.send_bytes(b"a", &[file.as_fd()]);

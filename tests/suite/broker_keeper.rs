@@ -1,42 +1,20 @@
 //! `vmmfd keeper` beside `vmmfd serve --keeper`, as two services of an init.
 
-use std::{
-    collections::BTreeSet,
-    fs, io,
-    os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
-        unix::{fs::MetadataExt, net::UnixDatagram},
-    },
-    path::Path,
-    process::{Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::os::unix::net::UnixDatagram;
 
-use nix::{
-    sys::{
-        ptrace::{self, Options},
-        signal::{Signal, kill},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
-    },
-    unistd::Pid,
+use nix::sys::{
+    ptrace::{self, Options},
+    wait::{WaitPidFlag, WaitStatus, waitpid},
 };
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
-use vmmfd::{
-    broker::{Client, Get},
-    session::Config,
-    wire::broker::{self, Message},
-};
+use vmmfd::wire::broker::{self, Message};
 
-use crate::{
-    broker::until,
-    broker_pages::{Template, nonce_of, page},
-    running::binary,
-    support::{
-        Subject,
-        material::token,
-        served::{Keeper, Served, copied, is_alive, is_stopped},
-        session::spawn_alone,
-    },
+use crate::support::{
+    material::token,
+    pages::{Template, nonce_of, page},
+    prelude::*,
+    served::{copied, is_stopped},
+    session::spawn_alone,
 };
 
 /// The time limit of each wait.
@@ -60,7 +38,7 @@ pub(crate) fn put_segments(served: &Served, name: &str, nonce: u8, segments: usi
     // One memfd, opened repeatedly: each open file is a segment.
     let memory = page(nonce.into());
     let opened = format!("/proc/self/fd/{}", memory.as_raw_fd());
-    let pages: Vec<fs::File> =
+    let pages: Vec<File> =
         (0..segments).map(|_| fs::OpenOptions::new().read(true).write(true).open(&opened).unwrap()).collect();
     let put = broker::PutHeader { request: Some(token()), ..Template::new().put_of_pages(name, segments) };
     // While the server or the keeper is down, the put is repeated. It takes effect once.
@@ -316,10 +294,7 @@ fn init_is_notified_of_ready_and_watchdog() {
 }
 
 mod root {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
-    use crate::{broker_process::become_user, support::in_fork};
 
     const OTHER: u32 = 45672;
 

@@ -1,32 +1,15 @@
 //! Random kills of the server and its keeper while clients put and get: no acknowledged object is lost, and no reader sees old bytes.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::{
-        Arc, Mutex, RwLock,
-        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
-    },
-    thread,
-    time::{Duration, Instant},
+    collections::VecDeque,
+    sync::{RwLock, atomic::Ordering::SeqCst},
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use rand::{TryRng, rngs::SysRng};
-use vmmfd::{
-    broker::{Client, Condition, Get},
-    session::Config,
-};
 
-use crate::{
-    broker::until,
-    broker_pages::{Template, nonce_of},
-    support::{
-        Subject,
-        served::{Keeper, Served, is_alive},
-    },
+use crate::support::{
+    pages::{Template, nonce_of},
+    prelude::*,
 };
 
 const CLIENTS: usize = 8;
@@ -155,7 +138,7 @@ impl Run {
 /// `VMMFD_TEST_KILLS=1800` for half an hour: `make test-kills`.
 #[test]
 fn random_kills_lose_nothing() {
-    let seconds = std::env::var("VMMFD_TEST_KILLS").map_or(10, |seconds| seconds.parse().unwrap());
+    let seconds = env::var("VMMFD_TEST_KILLS").map_or(10, |seconds| seconds.parse().unwrap());
     let run = Run::start();
     let mut events = BTreeMap::<_, u64>::new();
     thread::scope(|scope| {

@@ -1,42 +1,20 @@
 //! A hostile, slow or busy client: its share of the server is bounded, and others are served.
 
-use std::{
-    fs,
-    os::fd::{AsFd, OwnedFd},
-    thread,
-    time::Duration,
+use nix::sys::{
+    ptrace::{self, Options},
+    wait::{WaitPidFlag, waitpid},
+};
+use vmmfd::wire::{
+    MAX_FDS,
+    broker::{self, Attached, Delete, GetHeader, Lifetime, List, Measure, Message, Release, Table, WatchHeader, Who},
 };
 
-use nix::{
-    sys::{
-        ptrace::{self, Options},
-        wait::{WaitPidFlag, waitpid},
-    },
-    unistd::Pid,
-};
-use serde_json::json;
-use vmmfd::{
-    broker::{Client, Get, Put, PutPart},
-    error::RefusalCode,
-    session::Config,
-    wire::{
-        MAX_FDS,
-        broker::{
-            self, Attached, Delete, GetHeader, Lifetime, List, Measure, Message, Release, Table, WatchHeader, Who,
-        },
-    },
-};
-
-use crate::{
-    broker::{filled, refused, until},
-    broker_pages::{PAGE, Template, page},
-    broker_process::Raw,
-    running::binary,
-    support::{
-        Subject, cpu_turn,
-        material::{Material, get, get_message},
-        served::{Keeper, Served, processor_time, status, stored},
-    },
+use crate::support::{
+    cpu_turn,
+    material::{Material, get, get_message},
+    pages::{PAGE, Template, page},
+    prelude::*,
+    served::{processor_time, status, stored},
 };
 
 const MIB: u64 = 1 << 20;
@@ -357,10 +335,7 @@ fn name_expires_without_traffic() {
 
 mod root {
     use super::*;
-    use crate::{
-        broker_process::become_user,
-        support::{in_fork, served::connect},
-    };
+    use crate::support::served::connect;
 
     const SERVER: u32 = 23456;
     const OTHER: u32 = 45671;

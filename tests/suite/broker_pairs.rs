@@ -1,23 +1,8 @@
 //! Two signals, at any distance, to the broker's two processes: no acknowledged object is lost while one of them survives.
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
-
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
-use vmmfd::{broker::Client, session::Config};
-
 use crate::{
-    broker::until,
     broker_keeper::{nonce_of_segments, put_segments},
-    support::{
-        Subject,
-        served::{Keeper, Served, is_alive},
-    },
+    support::prelude::*,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,7 +124,7 @@ fn keeper_ends_once_for_two_signals() {
 /// `VMMFD_TEST_PAIRS=all` for each millisecond up to 100: `make test-pairs`.
 #[test]
 fn signal_pairs_lose_nothing() {
-    let all = std::env::var("VMMFD_TEST_PAIRS").is_ok_and(|which| which == "all");
+    let all = env::var("VMMFD_TEST_PAIRS").is_ok_and(|which| which == "all");
     let every: Vec<u64> = (0..=100).collect();
     for (objects, segments) in [(1, 1), (4, 175)] {
         let broker = Broker::start(objects, segments);

@@ -1,11 +1,6 @@
 //! The broker that a client uses if no path is given.
 
-use std::{fs, os::unix::net::UnixListener, path::Path};
-
-use nix::sys::signal::Signal;
-use serde_json::Value;
-
-use crate::running::{Meeting, Run, Running};
+use crate::support::prelude::*;
 
 /// A command whose `XDG_RUNTIME_DIR` is the test's folder, with this system socket.
 fn command(place: &Meeting, system: &Path, arguments: &[&str]) -> Run {

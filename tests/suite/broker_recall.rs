@@ -1,26 +1,8 @@
 //! Recalls: which holders acknowledge, and when the memory is free.
 
-use std::{
-    sync::mpsc,
-    thread,
-    time::{Duration, Instant},
-};
+use vmmfd::broker::{Recall, RecallOf};
 
-use vmmfd::{
-    Error,
-    broker::{Client, Condition, Get, Lease, Put, PutPart, Recall, RecallOf},
-    error::RefusalCode,
-    session::Config,
-};
-
-use crate::{
-    broker::{Broker, filled, refused, until},
-    broker_process::Raw,
-    support::{
-        Subject,
-        served::{Keeper, Served},
-    },
-};
+use crate::support::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
@@ -76,36 +58,6 @@ fn result_names_silent_holders() {
     drop(silent);
     until(|| owner.who("w").map_or(0, |held| held.leases.len()) == 0);
     assert_eq!(owner.metrics().unwrap().versions, 0);
-}
-
-#[test]
-fn late_handler_is_called_at_once() {
-    let subject = Subject::host();
-    let broker = Broker::start(&subject);
-    let (owner, reader) = (broker.client(), broker.client());
-    put(&owner, &subject);
-    let held = lease(&reader);
-    assert!(!held.is_recalled().unwrap());
-    // One request, which does not wait. The subscription of the other client starts later.
-    let other = broker.client();
-    let later = lease(&other);
-    let result = owner.recall("w", RecallOf::Current, Duration::ZERO).unwrap();
-    assert_eq!((result.holders.len(), result.is_complete(), result.kept), (2, false, true));
-    assert!(later.is_recalled().unwrap());
-    let calls = [recalled(&held), recalled(&held), recalled(&later)];
-    calls.iter().for_each(|call| call.recv_timeout(LONG).unwrap());
-    // A lease that is parked with its object still counts.
-    let mut object = later.open(&subject.driver, None).unwrap();
-    object.park_with_lease().unwrap();
-    assert!(object.is_recalled().unwrap());
-    drop(held);
-    let result = owner.recall("w", RecallOf::Current, Duration::from_millis(100)).unwrap();
-    assert_eq!((result.holders.len(), result.is_complete()), (1, false));
-    object.park().unwrap();
-    let result = owner.recall("w", RecallOf::Current, LONG).unwrap();
-    assert!(result.holders.is_empty() && result.kept && !result.free, "{result:?}");
-    // The recall is complete: it does not concern later leases.
-    assert!(!lease(&reader).is_recalled().unwrap() && !lease(&broker.client()).is_recalled().unwrap());
 }
 
 #[test]

@@ -2,37 +2,19 @@
 
 use std::{
     cell::Cell,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-        mpsc::{self, Receiver},
-    },
-    thread::{self, JoinHandle},
-    time::Duration,
+    sync::{atomic::AtomicUsize, mpsc::Receiver},
+    thread::JoinHandle,
 };
 
-use nix::sys::signal::{Signal, kill};
 use rustix::net::{accept, sockopt};
 use vmmfd::{
-    Error,
-    broker::{Client, Condition, Get, Lease, LossReason, Lost, Put, PutPart, Restored, ServerConfig},
-    channel::Cancel,
-    error::{PeerError, RefusalCode, SocketError},
-    memory::Region,
-    session::Config,
+    broker::{LossReason, Lost, Restored},
     wire::broker::{Message, Resumed},
 };
 
 use crate::{
-    broker::{Broker, filled, refused, until},
-    broker_process::Raw,
     conversation::listening,
-    running::binary,
-    support::{
-        Subject, in_fork,
-        material::Material,
-        served::{Keeper, Served},
-    },
+    support::{material::Material, prelude::*},
 };
 
 const MIB: u64 = 1 << 20;
@@ -290,7 +272,7 @@ fn absent_broker_is_reported_until_back() {
     // Only calls of the program are interrupted.
     is_true.store(true, Ordering::Relaxed);
     served.manager.stop(Signal::SIGKILL);
-    std::fs::remove_file(&served.path).unwrap();
+    fs::remove_file(&served.path).unwrap();
     let error = client.stat("a", None).unwrap_err();
     // An existing client waits for its timeout, unlike a new one.
     assert!(matches!(error, Error::Peer(PeerError::BrokerGone { waited: A_WHILE, .. })), "{error:?}");

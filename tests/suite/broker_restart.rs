@@ -1,34 +1,14 @@
 //! Clients, objects and starts of a broker whose server or keeper dies. The simulation has the orders of events.
 
-use std::{
-    fs, io,
-    os::unix::fs::PermissionsExt,
-    process::{Command, Stdio},
-    sync::mpsc,
-    thread,
-    time::Duration,
-};
-
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use vmmfd::{
-    broker::{Client, Get, Lifetime, Put, PutPart, Watched},
-    session::Config,
+    broker::{Lifetime, Watched},
     wire::broker::Message,
 };
 
-use crate::{
-    broker::{filled, until},
-    broker_process::Raw,
-    running::binary,
-    support::{
-        Subject,
-        material::{get_message, put, value},
-        served::{Keeper, Served, is_alive},
-        session::Session,
-    },
+use crate::support::{
+    material::{get_message, put, value},
+    prelude::*,
+    session::Session,
 };
 
 cases! {
@@ -173,7 +153,7 @@ fn folder_lock_prevents_no_start() {
     assert_eq!(served.stop(), Some(0));
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");
     // Any user can lock a folder that it can open.
-    let locked = fs::File::open(&folder).unwrap();
+    let locked = File::open(&folder).unwrap();
     locked.lock().unwrap();
     served.manager.start_again();
     served.greeted();

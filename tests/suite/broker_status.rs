@@ -1,28 +1,10 @@
 //! `vmmfd status`, logged crashes, the options file, and access to the socket file.
 
-use std::{
-    fs,
-    os::unix::fs::{MetadataExt, PermissionsExt},
-    path::Path,
-    process::Command,
-};
-
-use nix::sys::signal::{Signal, kill};
-use serde_json::{Value, json};
-use vmmfd::{
-    broker::{Put, PutPart, Server, ServerConfig},
-    channel::Cancel,
-};
-
 use crate::{
-    broker::{filled, until},
     broker_commands::{text, vmmfd},
     doctor::has_driver,
-    running::{Ended, Meeting, Running, binary, fits},
-    support::{
-        Copy, Subject,
-        served::{Keeper, Served, is_alive},
-    },
+    running::fits,
+    support::prelude::*,
 };
 
 /// The report of `vmmfd status`.
@@ -66,7 +48,7 @@ fn requested_ends_are_no_crashes() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         let server = served.server();
         kill(server, signal).unwrap();
-        served.wait_for_another(server, std::time::Instant::now());
+        served.wait_for_another(server, Instant::now());
         let keeper = served.keeper();
         kill(keeper, if signal == Signal::SIGHUP { Signal::SIGTERM } else { signal }).unwrap();
         until(|| !is_alive(keeper) && status(&served.path)["keeper"]["pid"] == served.keeper().as_raw());
@@ -135,7 +117,7 @@ fn removed_socket_admits_no_second_broker() {
         ended.code(5).says(&words).says("hint: stop that process");
     }
     kill(server, Signal::SIGHUP).unwrap();
-    served.wait_for_another(server, std::time::Instant::now());
+    served.wait_for_another(server, Instant::now());
     assert!(!served.log().contains("previous broker"), "{}", served.log());
 }
 
@@ -277,7 +259,7 @@ fn socket_follows_options_at_start() {
         fs::write(&file, format!("VMMFD_OPTIONS=\"{options}\"\n")).unwrap();
         let server = served.server();
         kill(server, Signal::SIGHUP).unwrap();
-        served.wait_for_another(server, std::time::Instant::now());
+        served.wait_for_another(server, Instant::now());
         assert_eq!(mode(&served.path), wanted, "{options}: {}", served.log());
     }
 }

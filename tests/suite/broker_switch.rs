@@ -4,34 +4,14 @@
 
 #![allow(unsafe_code, reason = "mapping over addresses that are reserved")]
 
-use std::{
-    any::Any,
-    num::NonZeroUsize,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
-    thread,
-};
+use std::{any::Any, num::NonZeroUsize};
 
 use nix::{
     errno::Errno,
     sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap},
 };
-use serde_json::json;
-use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Order},
-    broker::{ArrayEntry, Client, Condition, Get, Object, Put, PutPart},
-    error::{ErrorKind, MemoryError, RefusalCode},
-    internals::{self, HostDriver},
-    memory::{Array, Mirror, Region},
-};
 
-use crate::{
-    broker::{Broker, filled, refused, until},
-    support::{Fault, Kind, Subject},
-};
+use crate::support::prelude::*;
 
 cases! {
     on crate::support::Subject; every backend: [

@@ -1,30 +1,12 @@
 //! A broker shared by several users, as the kernel reports them. What each may do is tested without processes, in the unit tests of the
 //! verbs.
 
-use std::{
-    fs,
-    os::{fd::AsFd, unix::fs::MetadataExt},
-    sync::Arc,
-    time::Duration,
-};
-
 use vmmfd::{
-    Error,
-    broker::{Client, Get, Put, PutPart, Quota, RecallOf},
-    driver::Backend,
-    error::{ErrorCode, PeerError, RefusalCode},
-    memory::{Chunk, Description},
-    session::Config,
+    broker::{Quota, RecallOf},
+    memory::Chunk,
 };
 
-use crate::{
-    broker::{filled, refused},
-    broker_process::become_user,
-    support::{
-        Subject, in_fork,
-        served::{Served, connect},
-    },
-};
+use crate::support::{prelude::*, served::connect};
 
 const SERVER: u32 = 34560;
 const MAKER: u32 = 34561;

@@ -1,6 +1,5 @@
 //! The files of `scripts/deploy/`: they parse, the programs accept their options, and producers and consumers share no more than they need.
 
-use nix::{sys::signal::kill, unistd::Pid};
 use yaml_rust2::{Yaml, YamlLoader};
 
 use crate::{running::understood, support::prelude::*};

@@ -1,10 +1,8 @@
 //! `vmmfd doctor` as a user runs it: the report is complete after any failure, its verdict is correct, and it explains the failure.
 
-use std::os::unix::net::UnixListener;
-
 use vmmfd_cli::doctor::rules::rules;
 
-use crate::support::{Copy, prelude::*};
+use crate::support::prelude::*;
 
 cases! {
     on crate::running::Meeting; every backend: [

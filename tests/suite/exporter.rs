@@ -3,10 +3,9 @@
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
 use nix::unistd::geteuid;
-use vmmfd::broker::ClaimOf;
 use yaml_rust2::YamlLoader;
 
-use crate::{running::binary, support::prelude::*};
+use crate::support::prelude::*;
 
 /// The response without a broker.
 const DOWN: &str = "# HELP vmmfd_up Whether the broker answers\n# TYPE vmmfd_up gauge\nvmmfd_up 0\n";

@@ -3,16 +3,12 @@
 #![allow(unsafe_code, reason = "functions of a loaded library")]
 
 use std::{
-    env,
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
-    fs,
-    os::fd::{FromRawFd, OwnedFd},
-    process::{self, Command},
+    os::fd::FromRawFd,
     ptr,
-    time::{Duration, Instant},
 };
 
-use crate::support::{Copy, Fake, aborts_in_fork, in_child, in_fork};
+use crate::support::{aborts_in_fork, prelude::*};
 
 const UNIT: usize = 2 << 20;
 

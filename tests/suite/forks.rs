@@ -3,12 +3,7 @@
 
 #![allow(unsafe_code, reason = "unshare, and values that a fork drops")]
 
-use std::{
-    io::{self},
-    mem::ManuallyDrop,
-    os::{fd::AsFd, unix::net::UnixStream},
-    process, ptr,
-};
+use std::{mem::ManuallyDrop, ptr};
 
 use nix::{
     sched::{CloneFlags, unshare},
@@ -16,15 +11,11 @@ use nix::{
 };
 use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
-    broker::{Server, ServerConfig},
-    channel::{CancelReason, Trust, connect},
+    channel::connect,
     session::order::{Completion, Timeline},
 };
 
-use crate::{
-    broker::Broker,
-    support::{Copy, Fake, in_fork, prelude::*},
-};
+use crate::support::prelude::*;
 
 const MIB: u64 = 1 << 20;
 

@@ -129,7 +129,7 @@ fn pages_list_every_code() {
     let all = "version protocol refused backend device object access range full timeout interrupted failed";
     check_codes(PAGE, "## Errors", 4, |name| !matches!(ErrorCode::of(name), ErrorCode::Unknown(_)), all);
     let all = "absent exists version differs denied quota full timeout stopped invalid memory failed lacks";
-    let is_code = |name: &str| !matches!(broker::RefusalCode::of(name), broker::RefusalCode::Unknown(_));
+    let is_code = |name: &str| !matches!(RefusalCode::of(name), RefusalCode::Unknown(_));
     check_codes(BROKER_PAGE, "## Refusals", 3, is_code, all);
 }
 

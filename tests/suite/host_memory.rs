@@ -13,7 +13,7 @@ use nix::{
 };
 use vmmfd::{driver::GRANULARITY, internals::Live};
 
-use crate::support::{Inode, in_fork, prelude::*};
+use crate::support::{Inode, prelude::*};
 
 /// The seals that an import requires.
 const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);

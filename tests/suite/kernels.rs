@@ -5,7 +5,7 @@ use std::ops::Range;
 use vmmfd::internals::{Kernels, PatternSpan};
 use vmmfd_cli::check::pattern::{Engine, EngineChoice, Mismatch, Verification};
 
-use crate::support::{Copy, prelude::*};
+use crate::support::prelude::*;
 
 const GPU: EngineChoice = EngineChoice::Only(Engine::Gpu);
 

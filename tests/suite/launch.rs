@@ -5,12 +5,9 @@
 use std::ffi::{CString, c_void};
 
 use cudarc::driver::{CudaContext, result, sys};
-use vmmfd::{
-    broker::Condition,
-    launch::{View, ViewMut},
-};
+use vmmfd::launch::{View, ViewMut};
 
-use crate::{broker::Broker, support::prelude::*};
+use crate::support::prelude::*;
 
 /// Reads the first word of `n` pages of 4096 bytes.
 const GATHER: &str = r"

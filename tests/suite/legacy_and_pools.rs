@@ -1,16 +1,13 @@
 //! Legacy handles and memory pools of the CUDA backend, on the emulated driver and on a GPU. The expected results were measured on an H200.
 
-use std::{
-    io::{self, IoSliceMut},
-    mem::MaybeUninit,
-};
+use std::{io::IoSliceMut, mem::MaybeUninit};
 
 use nix::unistd::dup;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use sendfd::SendWithFd;
 use vmmfd::internals::{LegacyIpc, Pools};
 
-use crate::support::{Copy, closes_on_exec, prelude::*};
+use crate::support::{closes_on_exec, prelude::*};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const INVALID_CONTEXT: u32 = 201;

@@ -1,14 +1,6 @@
 //! The log on standard error: in the journal, and as JSON.
 
-use std::os::unix::fs::MetadataExt;
-
-use nix::sys::signal::kill;
-
-use crate::{
-    broker::until,
-    running::binary,
-    support::{prelude::*, served::Keeper},
-};
+use crate::support::prelude::*;
 
 /// The log lines of a broker with these options, during a publication and a failed start of a second broker.
 fn lines(options: &[&str], in_journal: bool) -> Vec<String> {

@@ -2,13 +2,7 @@
 
 #![allow(unsafe_code, reason = "limits that a child sets for itself")]
 
-use std::{
-    os::unix::{
-        fs::{MetadataExt, symlink},
-        net::UnixListener,
-    },
-    process::Stdio,
-};
+use std::os::unix::fs::symlink;
 
 use crate::{running::hide_driver, support::prelude::*};
 
@@ -290,7 +284,7 @@ fn only_a_full_disk_fails_the_output() {
     let meeting = host();
     let full = || File::options().write(true).open("/dev/full").unwrap();
     let producer = meeting.listening(&["--consumers", "3"]);
-    let (reader, writer) = std::io::pipe().unwrap();
+    let (reader, writer) = io::pipe().unwrap();
     drop(reader);
     meeting.consumer(&[]).stdout(Stdio::from(writer)).end().code(0);
     for option in ["--json", "-v"] {
@@ -321,7 +315,7 @@ fn only_a_full_disk_fails_the_output() {
 fn stopped_reader_blocks_no_signal() {
     let meeting = host();
     for option in ["--json", "-v"] {
-        let (reader, mut writer) = std::io::pipe().unwrap();
+        let (reader, mut writer) = io::pipe().unwrap();
         let size = nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
         writer.write_all(&vec![b' '; size as usize]).unwrap();
         let running = meeting.producer(&[option]).stdout(Stdio::from(writer)).start();

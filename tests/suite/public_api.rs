@@ -2,17 +2,14 @@
 
 use vmmfd::{
     array::Interface,
-    broker::{
-        Claim, ClaimOf, Lease, LeasedPart, Lost, Object, ObjectPart, Prepared, Restored, Server, ServerConfig,
-        ServerReport,
-    },
-    channel::{Peer, Trust},
+    broker::{Claim, LeasedPart, Lost, ObjectPart, Prepared, Restored, ServerReport},
+    channel::Peer,
     driver::{DeviceUuid, MemoryInfo, Opened},
-    error::{LoadError, ParseError, ProtocolError, SocketError, WeightsError},
-    memory::{Array, Chunk, Description, Imported, Pool, PoolBuffer},
+    error::{LoadError, ParseError, ProtocolError, WeightsError},
+    memory::{Chunk, Imported, Pool, PoolBuffer},
     session::{
         handoff::{ImportedObject, ServeReport, Served},
-        stream::{Event, Format, Loan, Publisher, Received, Sample, Subscriber},
+        stream::{Event, Format, Loan, Received, Sample},
     },
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };

@@ -1,10 +1,6 @@
 //! Memory for GPUDirect RDMA: created where the device supports it, refused elsewhere.
 
-use vmmfd::{
-    Result,
-    internals::Properties,
-    memory::{Placement, Rdma},
-};
+use vmmfd::{Result, memory::Rdma};
 
 use crate::support::prelude::*;
 

@@ -1,8 +1,6 @@
 //! Memory that the CPU can access: page-locked memory, windows on mappings, host memory of a NUMA node, and sealed memory.
 
-use vmmfd::internals::Properties;
-
-use crate::support::{Copy, Fake, prelude::*};
+use crate::support::prelude::*;
 
 const INVALID: u32 = code::INVALID_VALUE;
 const DEVICE: Location = Location::Device(0);

@@ -3,29 +3,16 @@
 #![allow(unsafe_code, reason = "a child asks the kernel to be killed with its parent")]
 
 use std::{
-    collections::BTreeMap,
-    env, fs,
-    io::{self, Read},
-    os::unix::{fs::PermissionsExt, process::CommandExt},
-    path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
-    sync::{Arc, Mutex},
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    process::{Child, ExitStatus},
+    thread::JoinHandle,
 };
 
-use nix::{
-    sys::{
-        prctl,
-        resource::{Resource, setrlimit},
-        signal::{self, Signal},
-    },
-    unistd::Pid,
+use nix::sys::{
+    prctl,
+    resource::{Resource, setrlimit},
 };
-use serde_json::Value;
-use tempfile::TempDir;
 
-use crate::support::{Copy, pause, schema::mismatch, session};
+use crate::support::{pause, prelude::*, schema::mismatch, session};
 
 /// The time limit of every wait. It allows for a slow machine under load.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -366,7 +353,7 @@ impl Running {
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
-        signal::kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
     /// Waits until SIGTERM is blocked or has a handler.

@@ -1,21 +1,18 @@
 //! The session API for programs: over an existing socket, with custom content and checks, and with a peer that has a shorter timeout.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use vmmfd::{
     Result,
     error::ProtocolError,
     session::{
         Check,
         handoff::{Content, ImportedObject, Offered, Served, Tick, Verifier, fetch, serve},
-        stream::{PublishOptions, Publisher, SubscribeOptions, Subscriber},
     },
 };
 use vmmfd_cli::check::Exercise;
 
 use crate::{
     conversation::{listening, seqpacket},
-    support::{Copy, prelude::*},
+    support::prelude::*,
 };
 
 fn driver() -> Driver {
@@ -306,7 +303,7 @@ fn other_descriptors_are_no_sessions() {
     // A socket that does not listen is not a listener.
     let refused = Listener::from_fd(seqpacket());
     assert!(
-        matches!(&refused, Err(Error::Socket(vmmfd::error::SocketError::Unfit { problem })) if problem.contains("listen")),
+        matches!(&refused, Err(Error::Socket(SocketError::Unfit { problem })) if problem.contains("listen")),
         "{refused:?}"
     );
 }

@@ -1,7 +1,5 @@
 //! The structure of the sources: allowed dependencies between the folders of the library.
 
-use std::collections::BTreeMap;
-
 use crate::support::prelude::*;
 
 /// Each folder or file of `src/`, with the folders and files whose paths it may name. `lib.rs` declares all of them, and `internals.rs`

@@ -1,7 +1,5 @@
 //! `vmmfd suspend` and `resume`: a program without GPU memory, and the programs that could not be restored.
 
-use std::process::{self};
-
 use vmmfd::internals::TieCounts;
 
 use crate::support::prelude::*;

@@ -7,11 +7,10 @@ use std::{
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixDatagram},
     },
-    process,
     sync::mpsc::{Receiver, channel},
 };
 
-use crate::{broker::Broker, support::prelude::*};
+use crate::support::prelude::*;
 
 /// Runs the commands for this process, which uses the emulated driver.
 struct Target {

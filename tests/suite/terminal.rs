@@ -1,10 +1,6 @@
 //! The commands on a terminal: a pty and the content of its screen.
 
-use std::{
-    num::NonZero,
-    process::{Child, Stdio},
-    thread::JoinHandle,
-};
+use std::{num::NonZero, process::Child, thread::JoinHandle};
 
 use nix::pty::{Winsize, openpty};
 

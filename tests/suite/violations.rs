@@ -1,7 +1,5 @@
 //! Raw records that break a rule of the protocols' pages, sent to a producer, a consumer and a broker. Each is answered with its code.
 
-use std::os::fd::BorrowedFd;
-
 use rustix::net::{SocketFlags, accept_with};
 use vmmfd::{
     session::handoff::fetch,
@@ -9,7 +7,6 @@ use vmmfd::{
 };
 
 use crate::{
-    broker_process::Raw,
     conversation::{PATIENCE, listening},
     support::{material::Material, prelude::*},
 };

@@ -1,7 +1,6 @@
 //! Weights from safetensors files: memory has the bytes of the files, and a malformed file allocates no memory.
 
 use std::{
-    collections::BTreeMap,
     fs::OpenOptions,
     num::NonZero,
     os::unix::fs::{FileExt, symlink},
@@ -10,7 +9,6 @@ use std::{
 };
 
 use nix::{sys::stat::Mode, unistd::mkfifo};
-use tempfile::TempDir;
 use vmmfd::{
     Result,
     error::WeightsError,

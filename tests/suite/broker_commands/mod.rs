@@ -1,27 +1,7 @@
 //! The broker's commands as separate processes: output, exit codes and leftover files.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
-
-use nix::sys::signal::Signal;
-use serde_json::{Value, json};
-use vmmfd::{
-    array::{ArrayDescriptor, ElementType, Order},
-    broker::{ArrayEntry, ClaimOf, Client, Found, Get, Lease, Put, PutPart},
-    driver::{Backend, Choice, open},
-    memory::{Device, Region, Selector, Shared, Spec},
-    session::{
-        Config,
-        stream::{PublishOptions, Publisher},
-    },
-};
-
 use crate::{
-    running::{Ended, Meeting, Run, Running, wait_for},
-    support::Subject,
+    support::prelude::*,
     terminal::on_terminal,
     weights::{self, tensor},
 };

@@ -25,7 +25,7 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     let shown = broker.json(&["who"]);
     let lease = &shown["leases"][0];
     assert_eq!((&lease["name"], &lease["version"], &lease["named"]), (&json!("held"), &json!(1), &json!(true)));
-    assert_eq!((&lease["pid"], &lease["uid"]), (&json!(std::process::id()), &json!(nix::unistd::geteuid().as_raw())));
+    assert_eq!((&lease["pid"], &lease["uid"]), (&json!(process::id()), &json!(nix::unistd::geteuid().as_raw())));
     assert_eq!(lease["command"], fs::read_to_string("/proc/self/comm").unwrap().trim_end());
     let size = &broker.json(&["ls", "held"])["objects"][0]["devices"][0]["bytes"];
     assert_eq!((&lease["size"], &shown["unnamed"]), (size, &json!([])));
@@ -61,7 +61,7 @@ fn claims_are_shown_with_their_holder(broker: Broker) {
     for shown in [broker.json(&["who"]), broker.json(&["status"])] {
         let claims = shown["claims"].as_array().unwrap();
         let held: Vec<_> = claims.iter().map(|claim| (&claim["name"], &claim["part"], &claim["pid"])).collect();
-        let pid = json!(std::process::id());
+        let pid = json!(process::id());
         assert_eq!(held, [(&json!("models/a"), &Value::Null, &pid), (&json!("models/b"), &json!("rank0"), &pid)]);
         assert!(claims[0]["since_ms"].as_u64().unwrap() > 1_700_000_000_000, "{shown}");
     }
@@ -69,7 +69,7 @@ fn claims_are_shown_with_their_holder(broker: Broker) {
     let table = lines(&broker.end(&["who"]));
     assert_eq!(&table[..2], ["Claims:", "PID USER COMMAND SINCE PART NAME"]);
     assert!(table[3].ends_with("s rank0 models/b"), "{table:?}");
-    let begins = format!("claim models/b, part rank0, by pid {} (", std::process::id());
+    let begins = format!("claim models/b, part rank0, by pid {} (", process::id());
     assert!(lines(&broker.end(&["status"])).iter().any(|line| line.starts_with(&begins)));
     drop(claims);
     wait_for("the end of the claims", || broker.json(&["who"])["claims"] == json!([]));
@@ -80,7 +80,7 @@ fn topics_are_shown_with_their_publisher(broker: Broker) {
     let options = PublishOptions::fixed(16, 4);
     let publisher = Publisher::create(&subject.device(), &options, &Config::default()).unwrap();
     vmmfd::topic::open(&client, "camera/left", &publisher, None).unwrap();
-    let pid = std::process::id();
+    let pid = process::id();
     for shown in [broker.json(&["who", "camera"]), broker.json(&["status"])] {
         let topic = &shown["topics"][0];
         let expected = (&json!("camera/left"), &json!(pid), &json!(0), &Value::Null);
@@ -115,7 +115,7 @@ fn names_are_deleted_one_by_one(broker: Broker) {
     assert_eq!(report["error"], report["failed"][0]["error"]);
     let held = broker.lease("b");
     let ended = broker.end(&["rm", "b"]);
-    let process = format!("of b version 1 by pid {} (", std::process::id());
+    let process = format!("of b version 1 by pid {} (", process::id());
     let shown = &ended.code(0).stdout;
     assert!(shown.starts_with("deleted  b\nheld     ") && shown.contains(&process), "{shown}");
     drop(held);
@@ -307,7 +307,7 @@ fn completions_list_objects() {
     }
     let script = broker.file("vmmfd.bash", broker.end(&["completions", "bash"]).code(0).stdout.as_bytes());
     let program = PathBuf::from(broker.run(&["ls"]).command.get_program());
-    let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let path = format!("{}:{}", program.parent().unwrap().display(), env::var("PATH").unwrap());
     for (command, word, expected) in [("get", "mod", "models/a models/b"), ("rm", "x", ""), ("get", "--ran", "--range")]
     {
         let script = format!(

@@ -31,7 +31,7 @@ fn recall_shows_who_acknowledged(broker: Broker) {
     let ended = broker.end(&["recall", "a", "--within", "2s"]);
     ended.code(4).says("error: 1 of 2 leases did not end within 2s, and can't be forced to: end the processes\n");
     let shown = lines(&ended);
-    let (no, yes) = (format!("no {} ", std::process::id()), format!("yes {} ", std::process::id()));
+    let (no, yes) = (format!("no {} ", process::id()), format!("yes {} ", process::id()));
     assert!(shown[0].starts_with("ACKNOWLEDGED PID ") && shown.len() == 4, "{shown:?}");
     assert!(shown[1].starts_with(&no) && shown[2].starts_with(&yes), "{shown:?}");
     assert_eq!(shown[3], "free no: the broker keeps it under its name");

@@ -3,19 +3,16 @@
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
-use std::{any::Any, os::fd::BorrowedFd, process};
+use std::any::Any;
 
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     unistd::{ftruncate, pipe2},
 };
-use vmmfd::{
-    channel::CancelReason,
-    internals::{Diagnosis, Granularity, Handle, Kernels, LegacyIpc, MadeFor, PatternSpan, Pools, Properties},
-};
+use vmmfd::internals::{Diagnosis, Handle, Kernels, LegacyIpc, MadeFor, PatternSpan, Pools};
 use vmmfd_cli::check::pattern::{Mismatch, Verification};
 
-use crate::support::{Inode, closes_on_exec, in_fork, prelude::*};
+use crate::support::{Inode, closes_on_exec, prelude::*};
 
 mod calls;
 mod failures;

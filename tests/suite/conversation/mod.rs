@@ -2,10 +2,7 @@
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
-use std::{
-    net::Shutdown,
-    os::fd::{BorrowedFd, RawFd},
-};
+use std::{net::Shutdown, os::fd::RawFd};
 
 use rustix::net::{
     AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
@@ -13,9 +10,7 @@ use rustix::net::{
 };
 use sendfd::SendWithFd;
 use vmmfd::{
-    channel::Trust,
     driver::DeviceUuid,
-    error::SocketError,
     session::{
         self,
         handoff::{Findings, fetch},

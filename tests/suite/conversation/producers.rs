@@ -52,7 +52,7 @@ fn dead_consumer_is_one_failed_consumer() {
         drop(channel);
         // The producer fills the buffer again for the next consumer.
         meeting.consumer(&[]).end().code(0);
-        producer.end().code(4).says(&format!("pid {} ended or closed the connection", std::process::id()));
+        producer.end().code(4).says(&format!("pid {} ended or closed the connection", process::id()));
     }
 }
 

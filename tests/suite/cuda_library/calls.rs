@@ -165,7 +165,7 @@ fn failure_of_any_function_leaves_nothing() {
 fn imported_memory_has_the_importers_ordinal() {
     let (_fake, both) = two_devices();
     assert_ne!(both.device_uuid(0).unwrap(), both.device_uuid(1).unwrap());
-    let second = internals::Properties { location: Location::Device(1), ..EXPORTABLE };
+    let second = Properties { location: Location::Device(1), ..EXPORTABLE };
     let handle = both.create(2 << 20, &second).unwrap();
     let fd = both.export(handle).unwrap();
     let imported = both.import(fd.as_fd(), 2 << 20).unwrap();

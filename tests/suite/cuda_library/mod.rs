@@ -4,13 +4,10 @@ use std::error::Error as _;
 
 use vmmfd::{
     error::LoadError,
-    internals::{Granularity, PoolHandle, Pools},
+    internals::{PoolHandle, Pools},
 };
 
-use crate::{
-    running::hide_driver,
-    support::{Copy, Fake, prelude::*},
-};
+use crate::{running::hide_driver, support::prelude::*};
 
 mod calls;
 mod loading;

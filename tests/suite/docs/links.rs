@@ -1,6 +1,6 @@
 //! Every link has a target: a file, or a heading or an anchor of a page.
 
-use std::{collections::BTreeMap, path::Component};
+use std::path::Component;
 
 use super::{Page, blocks, root};
 use crate::support::prelude::*;

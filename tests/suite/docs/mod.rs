@@ -9,7 +9,7 @@ mod named;
 mod output;
 mod shell;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 use crate::support::prelude::*;
 

@@ -3,11 +3,7 @@
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
 use super::Page;
-use crate::{
-    broker::until,
-    running::hide_driver,
-    support::{prelude::*, served::Keeper},
-};
+use crate::{running::hide_driver, support::prelude::*};
 
 /// The units of figures, which depend on the size of the figure.
 const UNITS: [&str; 11] = ["ns", "us", "ms", "s", "min", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];

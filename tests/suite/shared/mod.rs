@@ -7,7 +7,7 @@ use std::{num::NonZeroUsize, os::unix::fs::FileExt};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use vmmfd::{
     Result,
-    memory::{Array, Imported, Mechanism, Placement, Pointer, Pool, PoolBuffer, Sharing, VmmSpec},
+    memory::{Imported, Mechanism, Pointer, Pool, PoolBuffer, VmmSpec},
 };
 use vmmfd_cli::check::files::{self, Source};
 

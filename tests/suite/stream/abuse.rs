@@ -9,7 +9,6 @@ use nix::{
 };
 use vmmfd::{
     channel::{Cancel, Channel},
-    driver::Access,
     memory::{Shared, Spec},
     wire::{self, Busy, Done, End, Format, Hello, Leave, Message, Offer, Ready, Stream, Subscribe},
 };
@@ -17,9 +16,8 @@ use vmmfd::{
 use super::*;
 use crate::{
     broker_descriptors::Lingering,
-    broker_process::Raw,
     conversation::{accepted, answer, dial, listening, request, told},
-    support::Kind,
+    support::{Kind, Raw},
 };
 
 cases! {
@@ -64,7 +62,7 @@ fn by_hand(subject: &Subject, stage: &Stage, held: u64) -> Channel {
     );
     assert_eq!((stream.epoch, stream.size, stream.deadline_ms), (stage.publisher.epoch(), Some(16), None));
     let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
-    assert_eq!((offer.access, offer.part.map(|part| part.segments)), (Access::ReadOnly, Some(1)));
+    assert_eq!((offer.access, offer.part.map(|part| part.segments)), (ReadOnly, Some(1)));
     let (Message::Segments(segments), fds) = answer(&mut channel) else { panic!() };
     assert_eq!((segments.sizes.len(), fds.len()), (1, 1));
     // It may work for as long as it says so.
@@ -167,15 +165,15 @@ fn wrong_joins_are_refused(subject: Subject) {
 
 fn connection_floods_exclude_nobody(subject: Subject) {
     let stage = Stage::fixed(&subject, 6);
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 drop(crate::conversation::raw(&stage.path));
             }
         });
         let joined = (0..20).filter(|_| subscribe(&subject, &stage.path, &SubscribeOptions::default()).is_ok()).count();
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         assert_eq!(joined, 20);
     });
 }
@@ -214,9 +212,9 @@ fn blocking_descriptors_are_not_received(subject: Subject) {
     // A kernel since Linux 6.16 refuses them from then on.
     let (ours, theirs) = Channel::socket_pair().unwrap();
     publisher.admit(ours).unwrap();
-    let (peer, file) = (Raw::over(theirs).unwrap(), std::fs::File::open("/dev/null").unwrap());
+    let (peer, file) = (Raw::over(theirs).unwrap(), File::open("/dev/null").unwrap());
     if let Err(error) = peer.send_bytes(&hello(&subject, &[]).encode().unwrap(), &[file.as_fd()]) {
-        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
     }
     drop(publisher);
 }
@@ -254,7 +252,7 @@ fn send_pool(channel: &mut Channel, memory: &Shared, size: u64) {
         object: "default".into(),
         memory: (&memory.describe().unwrap()).into(),
         array: None,
-        access: Access::ReadOnly,
+        access: ReadOnly,
         part: Some(part),
         check: None,
     };
@@ -362,10 +360,10 @@ fn endless_joins_end(subject: Subject) {
 }
 
 fn wrong_words_are_refused(subject: Subject) {
-    let (reader, _writer) = std::io::pipe().unwrap();
+    let (reader, _writer) = io::pipe().unwrap();
     let memory = Shared::create(&subject.device(), Spec::vmm(8192)).unwrap();
     let (_, chunks) = memory.chunks(0..8192).unwrap().unwrap();
-    let unsealed = std::fs::File::from(memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC).unwrap());
+    let unsealed = File::from(memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC).unwrap());
     unsealed.set_len(8192).unwrap();
     // With final seals, this side can't prevent holes.
     let is_final = memfd_create(c"final", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
@@ -395,18 +393,18 @@ fn wrong_words_are_refused(subject: Subject) {
 
 fn floods_do_not_block(subject: Subject) {
     let (mut channel, subscriber, _memory) = liar(&subject, 1);
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let stop = &stop;
         scope.spawn(move || {
             let format = Message::Format(Format { arrays: Vec::new(), length: None });
-            while !stop.load(std::sync::atomic::Ordering::Relaxed) && channel.send(&format, &[]).is_ok() {}
+            while !stop.load(Ordering::Relaxed) && channel.send(&format, &[]).is_ok() {}
         });
         for _ in 0..100 {
             assert!(subscriber.try_receive().unwrap().is_none());
         }
         assert!(is_timeout(&subscriber.receive(SHORT)));
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         drop(subscriber);
     });
 }

@@ -189,7 +189,7 @@ fn timelines_refuse_wrong_use(subject: Subject) {
         misused(other.wait(&stream, 1, LIMIT), "being captured");
     });
     stream.synchronize().unwrap();
-    let (reader, _writer) = std::io::pipe().unwrap();
+    let (reader, _writer) = io::pipe().unwrap();
     let wrong = Timeline::open(OwnedFd::from(reader), None).unwrap_err();
     assert!(wrong.in_full().contains("not of a memfd"), "{}", wrong.in_full());
     // Although the last value is reached.

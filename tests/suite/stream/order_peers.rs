@@ -10,7 +10,7 @@ use std::{
 use nix::sys::signal::Signal;
 use rand::{RngExt, SeedableRng, rngs::SmallRng};
 use vmmfd::{
-    driver::{Access, Stream},
+    driver::Stream,
     memory::{Allocation, Mapping},
     session::order::{Completion, Timeline},
 };
@@ -57,7 +57,7 @@ fn process_of_a_test() {
     let subject = if kind == "cuda" { Subject::cuda() } else { Subject::fake() };
     let (gpu, path) = (Gpu::of(&subject), Path::new(path));
     let [stream, opener] = [(); 2].map(|()| subject.driver.create_stream(0).unwrap());
-    let mut random = SmallRng::seed_from_u64(std::process::id().into());
+    let mut random = SmallRng::seed_from_u64(process::id().into());
     let mut pause = move || thread::sleep(Duration::from_micros(random.random_range(0..2000)));
     if role == "publisher" {
         // Its streams go on only while the process runs.
@@ -104,7 +104,7 @@ fn stopped_publishers_release_their_readers(subject: Subject) {
 }
 
 fn lose_publishers(subject: &Subject, signal: Signal) {
-    let (next, lost, longest) = (AtomicUsize::new(0), AtomicUsize::new(0), std::sync::Mutex::new(Duration::ZERO));
+    let (next, lost, longest) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Duration::ZERO));
     thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
@@ -186,7 +186,7 @@ fn lose_subscribers(subject: &Subject, signal: Signal) {
     publisher.listen(&path).unwrap();
     let healthy = subscribe(subject, &path, &SubscribeOptions::default().held(2)).unwrap();
     let [writer, reader] = [(); 2].map(|()| subject.driver.create_stream(0).unwrap());
-    let is_over = std::sync::atomic::AtomicBool::new(false);
+    let is_over = AtomicBool::new(false);
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -234,12 +234,12 @@ fn lose_subscribers(subject: &Subject, signal: Signal) {
 /// Scratch memory for work of random length.
 fn scratch(subject: &Subject) -> Mapping {
     let size = SIZE.next_multiple_of(subject.unit());
-    Mapping::new(&Allocation::create(&subject.device(), size).unwrap(), Access::ReadWrite).unwrap()
+    Mapping::new(&Allocation::create(&subject.device(), size).unwrap(), ReadWrite).unwrap()
 }
 
 /// Copies each buffer on a stream, gives the buffer back at once, and checks the copy later.
 fn check_all(subject: &Subject, gpu: &Gpu, subscriber: &Subscriber) {
-    let mut random = SmallRng::seed_from_u64(std::process::id().into());
+    let mut random = SmallRng::seed_from_u64(process::id().into());
     let [copies, busy] = [(); 2].map(|()| scratch(subject));
     let stream = subject.driver.create_stream(0).unwrap();
     while let Received::Sample(sample) = subscriber.receive_on(&stream, LIMIT).unwrap() {

@@ -3,25 +3,21 @@
 #![allow(unsafe_code, reason = "the verbs are an unsafe trait")]
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     iter,
-    os::fd::{BorrowedFd, OwnedFd},
-    path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    thread,
-    time::Duration,
+    sync::{MutexGuard, PoisonError},
 };
 
 use vmmfd::{
-    Error, Result,
-    driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
+    Result,
+    driver::{DeviceUuid, MemoryInfo},
     internals::{
-        Checkpoints, Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor,
-        PageLocked, PatternSpan, PoolHandle, Pools, Properties, Retained, Streams, Verbs, Window,
+        Checkpoints, Counted, Diagnosis, EventHandle, Handle, Kernels, LegacyIpc, Live, MadeFor, PageLocked,
+        PatternSpan, PoolHandle, Pools, Retained, Streams, Window,
     },
 };
 
 use super::Inode;
+use crate::support::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {

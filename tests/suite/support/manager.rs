@@ -5,27 +5,18 @@
 
 use std::{
     ffi::OsString,
-    fs::File,
-    os::unix::process::CommandExt,
-    process::{Command, Stdio},
-    sync::{Arc, Condvar, Mutex, MutexGuard},
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    sync::{Condvar, MutexGuard},
+    thread::JoinHandle,
 };
 
-use nix::{
-    sys::{
-        prctl,
-        signal::{Signal, kill},
-    },
-    unistd::Pid,
-};
+use nix::sys::prctl;
 use rustix::{
     event::{PollFd, PollFlags, poll},
     process::{PidfdFlags, pidfd_open},
 };
 
 use super::session::inherit_only_streams;
+use crate::support::prelude::*;
 
 /// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(600);

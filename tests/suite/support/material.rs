@@ -1,30 +1,20 @@
 //! Memory to put by hand, and the requests of a raw client.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
-
 use vmmfd::{
-    broker::{Client, Condition, Get, Put, PutPart},
-    driver::{Backend, Driver},
-    memory::{Chunk, Description, Region, Shared, Sharing},
+    memory::Chunk,
     wire::{
         MAX_FDS, Memory,
         broker::{self, GetObject, Message, Token},
     },
 };
 
-use crate::broker::filled;
+use crate::support::prelude::*;
 
 /// A unique token.
 pub(crate) fn token() -> Token {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let mut bytes = [0; 16];
-    bytes[..4].copy_from_slice(&std::process::id().to_le_bytes());
+    bytes[..4].copy_from_slice(&process::id().to_le_bytes());
     bytes[8..].copy_from_slice(&LAST.fetch_add(1, Ordering::Relaxed).to_le_bytes());
     Token(bytes)
 }

@@ -1,24 +1,31 @@
 //! Test support: drivers of each backend, fault injection, processes with deadlines, and open files.
 
+mod broker;
 mod fake;
 mod faulty;
 mod gpu;
 pub(crate) mod manager;
 mod mapped;
 pub(crate) mod material;
+pub(crate) mod pages;
 pub(crate) mod prelude;
 mod process;
+mod raw;
 pub(crate) mod schema;
 pub(crate) mod served;
 pub(crate) mod session;
 mod subject;
 
 pub(crate) use self::{
+    broker::{Broker, filled, refused, until},
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
     gpu::Gpu,
     mapped::Mapped,
-    process::{aborts_in_fork, in_child, in_fork, in_thread, open_files, parent_of, pause, with_own_descriptors},
+    process::{
+        aborts_in_fork, become_user, in_child, in_fork, in_thread, open_files, parent_of, pause, with_own_descriptors,
+    },
+    raw::Raw,
     subject::{EXPORTABLE, Kind, Subject},
 };
 

@@ -1,48 +1,65 @@
 //! The names that many files of the suite use.
 
 pub(crate) use crate::{
-    broker::filled,
-    running::{Ended, HANGS, Meeting, On, Run, Running, wait_for},
-    support::{EXPORTABLE, Fault, Kind, Mapped, Subject, code, in_child, served::Served},
+    running::{Ended, HANGS, Meeting, On, Run, Running, binary, wait_for},
+    support::{
+        Broker, Copy, EXPORTABLE, Fake, Fault, Kind, Mapped, Raw, Subject, become_user, code, filled, in_child,
+        in_fork, refused,
+        served::{Keeper, Served, is_alive},
+        until,
+    },
 };
-pub(crate) use nix::sys::{
-    memfd::{MFdFlags, memfd_create},
-    signal::Signal,
+pub(crate) use nix::{
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        signal::{Signal, kill},
+    },
+    unistd::Pid,
 };
 pub(crate) use serde_json::{Value, json};
 pub(crate) use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     env,
     fs::{self, File},
-    io::{Read, Write},
+    io::{self, Read, Write},
     os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
-        unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{
+            fs::{MetadataExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+            process::CommandExt,
+        },
     },
     path::{Path, PathBuf},
-    process::Command,
-    sync::Arc,
+    process::{self, Command, Stdio},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
+pub(crate) use tempfile::TempDir;
 pub(crate) use vmmfd::{
     Error,
     array::{ArrayDescriptor, ElementType, Order},
-    broker::{Client, Get, Put, PutPart},
-    channel::{Cancel, Channel, Listener},
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lease, Object, Put, PutPart, Server, ServerConfig},
+    channel::{Cancel, CancelReason, Channel, Listener, Trust},
     driver::{
         Access::{self, ReadOnly, ReadWrite},
         Attribute, Backend, Choice, Driver, code, open,
     },
-    error::{DeviceError, ErrorKind, MemoryError, PeerError},
-    internals::{self, CudaDriver, HostDriver, Location, Verbs},
+    error::{DeviceError, ErrorCode, ErrorKind, MemoryError, PeerError, RefusalCode, SocketError},
+    internals::{self, CudaDriver, Granularity, HostDriver, Location, Properties, Verbs},
     memory::{
-        Allocation, Arenas, ArrayHandle, Device, LegacyMemory, Mapping, Mirror, Region, Reservation, Selector, Shared,
-        Spec,
+        Allocation, Arenas, Array, ArrayHandle, Description, Device, LegacyMemory, Mapping, Mirror, Placement, Region,
+        Reservation, Selector, Shared, Sharing, Spec,
     },
     session::{
         Config, Verdict,
         handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
+        stream::{PublishOptions, Publisher, SubscribeOptions, Subscriber},
     },
     wire::Message,
 };

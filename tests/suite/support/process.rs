@@ -3,26 +3,21 @@
 #![allow(unsafe_code, reason = "fork and close_range")]
 
 use std::{
-    env,
     fmt::Display,
-    fs,
-    io::{self, Read, Seek},
+    io::Seek,
     panic::{self, AssertUnwindSafe},
-    path::PathBuf,
-    process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
 };
 
 use nix::{
     libc,
     sys::{
         resource::{Resource, setrlimit},
-        signal::Signal,
         wait::{WaitStatus, waitpid},
     },
-    unistd::{ForkResult, Pid, alarm, dup2_stderr, fork},
+    unistd::{ForkResult, Gid, Uid, alarm, dup2_stderr, fork, setgid, setgroups, setuid},
 };
+
+use crate::support::prelude::*;
 
 pub(crate) struct OpenFile {
     /// The path in `/proc`, which can be opened again.
@@ -80,7 +75,7 @@ const ANSWER: &str = "VMMFD_TEST_ANSWER";
 pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: impl FnOnce() -> String) -> String {
     if let Some(answer) = env::var_os(ANSWER) {
         fs::write(answer, body()).unwrap();
-        std::process::exit(0);
+        process::exit(0);
     }
     let folder = tempfile::tempdir().unwrap();
     let answer = folder.path().join("answer");
@@ -144,4 +139,12 @@ fn forked(body: impl FnOnce() -> bool) -> WaitStatus {
         }
         ForkResult::Parent { child } => waitpid(child, None).unwrap(),
     }
+}
+
+/// Changes this process's user. Needs root.
+pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
+    let groups: Vec<Gid> = groups.iter().copied().map(Gid::from_raw).collect();
+    setgroups(&groups).unwrap();
+    setgid(Gid::from_raw(gid)).unwrap();
+    setuid(Uid::from_raw(uid)).unwrap();
 }

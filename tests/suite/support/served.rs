@@ -1,26 +1,12 @@
 //! `vmmfd serve` in its own process, so that tests can kill it and count its descriptors and memory. A small init restarts the server. The
 //! keeper is the server's own, a service of the init too, or absent.
 
-use std::{
-    ffi::OsString,
-    fmt::Display,
-    fs,
-    os::unix::fs::{MetadataExt, PermissionsExt},
-    path::{Path, PathBuf},
-    process::Command,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{ffi::OsString, fmt::Display};
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
-use tempfile::TempDir;
-use vmmfd::{broker::Client, channel::Trust, session::Config, wire::broker::Message};
+use vmmfd::wire::broker::Message;
 
 use super::{Kind, Subject, manager::Manager, open_files, parent_of, pause};
-use crate::{broker::until, broker_process::Raw, running::binary};
+use crate::support::prelude::*;
 
 /// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -135,7 +121,7 @@ impl Served {
                 raw.send(&Raw::hello(), &[])?;
                 match raw.receive()? {
                     Some((Message::Hello(hello), _)) => Ok((raw, Pid::from_raw(hello.pid.cast_signed()))),
-                    other => Err(std::io::Error::other(format!("{other:?}"))),
+                    other => Err(io::Error::other(format!("{other:?}"))),
                 }
             });
             match greeted {
@@ -187,12 +173,7 @@ impl Served {
     pub(crate) fn keeper(&self) -> Pid {
         let begun = Instant::now();
         loop {
-            let keepers = self.keepers();
-            let first: Vec<Pid> = keepers
-                .iter()
-                .copied()
-                .filter(|&pid| parent_of(pid).is_some_and(|of| !keepers.contains(&of)))
-                .collect();
+            let first = without_twins(&self.keepers());
             if let [keeper] = first[..] {
                 return keeper;
             }
@@ -357,6 +338,12 @@ pub(crate) fn with_argument(path: &Path) -> Vec<Pid> {
         line.split(|&byte| byte == 0).any(|argument| argument == wanted)
     };
     pids.filter(serves).map(Pid::from_raw).collect()
+}
+
+/// The processes whose parent is none of them: keepers without their twins.
+pub(crate) fn without_twins(pids: &[Pid]) -> Vec<Pid> {
+    let is_first = |pid: &Pid| parent_of(*pid).is_some_and(|parent| !pids.contains(&parent));
+    pids.iter().copied().filter(is_first).collect()
 }
 
 /// Reports whether a process is stopped.

@@ -3,22 +3,14 @@
 #![allow(unsafe_code, reason = "a child makes a session of its own")]
 
 use std::{
-    fs, io,
     ops::{Deref, DerefMut},
-    os::unix::process::CommandExt,
-    process::{Child, Command},
-    sync::atomic::{AtomicU64, Ordering},
-    thread,
-    time::{Duration, Instant},
+    process::Child,
 };
 
-use nix::{
-    libc,
-    sys::signal::{Signal, kill, killpg},
-    unistd::{Pid, setsid},
-};
+use nix::{libc, sys::signal::killpg, unistd::setsid};
 
 use super::pause;
+use crate::support::prelude::*;
 
 /// The time limit for killing the processes.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -64,7 +56,7 @@ pub(crate) fn lead(command: &mut Command) -> Mark {
     const NAME: &str = "VMMFD_TEST_SESSION";
     static LAST: AtomicU64 = AtomicU64::new(0);
     let number = LAST.fetch_add(1, Ordering::Relaxed);
-    let value = format!("{}-{number}", std::process::id());
+    let value = format!("{}-{number}", process::id());
     command.env(NAME, &value);
     // SAFETY: both are plain system calls, safe between fork and exec.
     unsafe {

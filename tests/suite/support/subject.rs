@@ -2,18 +2,13 @@
 
 use std::{
     fmt,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
-    thread,
+    sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-use vmmfd::{
-    driver::Driver,
-    error::Result,
-    internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Properties, Verbs},
-    memory::{Device, Selector},
-};
+use vmmfd::{error::Result, internals::Live};
 
 use super::{Copy, Fake, Fault, Faulty};
+use crate::support::prelude::*;
 
 /// The backend of a subject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

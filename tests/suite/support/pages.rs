@@ -1,25 +1,11 @@
 //! Objects of a few pages of host memory. Each page contains the number of its put.
 
-use std::{
-    fs::File,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::FileExt,
-    },
-};
+use std::os::unix::fs::FileExt;
 
-use nix::{
-    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
-};
-use vmmfd::{
-    broker::{Client, Condition, Put, PutPart},
-    driver::Backend,
-    memory::{Description, Shared, Sharing, Spec},
-    wire::broker,
-};
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use vmmfd::wire::broker;
 
-use crate::support::{Subject, material::put_of_all};
+use crate::support::{material::put_of_all, prelude::*};
 
 /// The granularity of host memory, and the smallest segment of the broker.
 pub(crate) const PAGE: u64 = vmmfd::driver::GRANULARITY;

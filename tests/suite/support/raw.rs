@@ -1,49 +1,19 @@
 //! A connection to a broker whose records are written by hand.
 
-use std::{
-    fs,
-    io::{self, IoSliceMut},
-    mem::MaybeUninit,
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
-    },
-    path::Path,
-};
+use std::{io::IoSliceMut, mem::MaybeUninit, os::fd::RawFd};
 
-use nix::{
-    poll::{PollFd, PollFlags, poll},
-    sys::resource::{Resource, getrlimit},
-    unistd::{Gid, Uid, setgid, setgroups, setuid},
-};
+use nix::poll::{PollFd, PollFlags, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
 use sendfd::SendWithFd;
-use vmmfd::{
-    broker::{Get, Put, PutPart},
-    wire::{
-        HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
-        broker::{BROKER, LeaseHeader, Measure, Measured, Message, NO_BACKEND, Published, PutHeader, Refusal},
-    },
+use vmmfd::wire::{
+    HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
+    broker::{BROKER, LeaseHeader, Measure, Measured, Message, NO_BACKEND, Published, PutHeader, Refusal},
 };
 
 use crate::{
-    broker::{filled, until},
     conversation::{PATIENCE, seqpacket},
-    running::binary,
-    support::{
-        Subject,
-        material::get_message,
-        served::{Keeper, Served, status, stored},
-    },
+    support::{material::get_message, prelude::*},
 };
-
-/// Changes this process's user. Needs root.
-pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
-    let groups: Vec<Gid> = groups.iter().copied().map(Gid::from_raw).collect();
-    setgroups(&groups).unwrap();
-    setgid(Gid::from_raw(gid)).unwrap();
-    setuid(Uid::from_raw(uid)).unwrap();
-}
 
 /// A connection to a broker, with every record written by hand.
 #[derive(Debug)]
@@ -67,7 +37,7 @@ impl Raw {
 
     pub(crate) fn hello() -> Message {
         let (capabilities, backend) = (vec![BROKER.to_owned()], NO_BACKEND.to_owned());
-        Message::Hello(Hello { version: 1, capabilities, backend, pid: std::process::id(), timeout_ms: 20_000 })
+        Message::Hello(Hello { version: 1, capabilities, backend, pid: process::id(), timeout_ms: 20_000 })
     }
 
     /// A connection after the exchange of hellos.
@@ -193,26 +163,4 @@ impl AsFd for Raw {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
-}
-
-#[test]
-fn server_maps_no_driver() {
-    let subject = Subject::fake();
-    let served = Served::with(Keeper::None, &subject, &binary("vmmfd"), &[]);
-    let (client, server) = (served.client(), served.pid());
-    let is_mapped = |pid: &str| {
-        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-        ["cuda.so", "libcuda", "memfd:"].iter().any(|name| maps.contains(name))
-    };
-    let memory = filled(&subject.driver, 8 << 20, Some(2 << 20), 4);
-    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
-    let object = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
-    // This process maps both.
-    assert!(is_mapped("self") && !is_mapped(&server.to_string()));
-    drop((object, memory));
-    until(|| stored(server) == 4);
-    // Each growth of the table of descriptors stops a multithreaded process for milliseconds.
-    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    let room = status(server, "FDSize");
-    assert!(room >= hard.min(1 << 20), "room for {room} descriptors, at a limit of {hard}");
 }
