@@ -298,23 +298,6 @@ fn memory_is_replaced_in_one_step() {
 }
 
 #[test]
-fn last_window_unmaps_its_memory() {
-    let driver = HostDriver::new().unwrap();
-    let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
-    let inode = Inode::of(driver.export(handle).unwrap());
-    let address = driver.reserve(GRANULARITY, 0).unwrap();
-    driver.map(address, GRANULARITY, 0, handle).unwrap();
-    driver.set_access(address, GRANULARITY, Location::Device(0), Some(ReadWrite)).unwrap();
-    let windows = [(); 2].map(|()| driver.window(address, GRANULARITY).unwrap());
-    drop(driver);
-    for window in windows {
-        assert!(inode.mapped_here(), "unmapped under a window");
-        drop(window);
-    }
-    assert!(!inode.mapped_here(), "left behind");
-}
-
-#[test]
 fn descriptor_limit_is_no_driver_error() {
     in_fork(|| {
         let driver = HostDriver::new().unwrap();

@@ -7,12 +7,11 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 use sendfd::SendWithFd;
 use vmmfd::internals::{LegacyIpc, Pools};
 
-use crate::support::{closes_on_exec, prelude::*};
+use crate::support::prelude::*;
 
 const INVALID: u32 = code::INVALID_VALUE;
 const INVALID_CONTEXT: u32 = 201;
 const INVALID_HANDLE: u32 = 400;
-const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
 cases! {
     on crate::support::Subject; gpus alone: [
@@ -22,9 +21,7 @@ cases! {
     legacy_opens_are_counted,
     open_legacy_memory_outlives_its_owner,
     pool_is_destroyed_after_its_memory,
-    pool_descriptor_is_cloexec,
     other_descriptors_are_refused,
-    pointer_import_needs_its_own_bytes,
     pointer_imported_twice_is_freed_twice,
     imported_pool_memory_outlives_its_exporter,
     ]
@@ -52,12 +49,7 @@ fn read<const LENGTH: usize>(subject: &Subject, address: u64) -> [u8; LENGTH] {
 /// reads end-of-file, so the other process has exited.
 fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
-    with_owner_in(subject, &format!("{module}::{test}"), owner, here);
-}
-
-/// As `with_owner`, with the name of the test in this module.
-fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
-    let test = format!("legacy_and_pools::{test}");
+    let test = format!("legacy_and_pools::{module}::{test}");
     let (near, far) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -248,39 +240,6 @@ fn open_legacy_memory_outlives_its_owner(mut subject: Subject) {
     });
 }
 
-#[test]
-fn legacy_memory_needs_peer_access() {
-    let fake = Copy::new().load();
-    fake.set("FAKECUDA_DEVICES", "2");
-    let subject = Subject::of(fake);
-    let share = |subject: &Subject, wire: Wire| {
-        let address = legacy(subject).allocate(1, 3000).unwrap();
-        wire.say(&legacy(subject).handle(1, address).unwrap());
-        wire.hear::<1>();
-        legacy(subject).deallocate(1, address).unwrap();
-    };
-    with_owner_in(&subject, "legacy_memory_needs_peer_access", share, |wire| {
-        let driver = &subject.verbs;
-        let legacy = legacy(&subject);
-        let fake = subject.fake.as_ref().unwrap();
-        let handle: [u8; 64] = wire.hear();
-        fake.set("FAKECUDA_PEERS", "0");
-        assert_eq!(code(legacy.open(0, &handle)), PEER_ACCESS_UNSUPPORTED);
-        let address = legacy.open(1, &handle).unwrap();
-        driver.copy_in(1, address, b"by its own").unwrap();
-        assert_eq!(code(driver.copy_in(0, address, b"no")), INVALID);
-        legacy.close(1, address).unwrap();
-        fake.set("FAKECUDA_PEERS", "1");
-        let address = legacy.open(0, &handle).unwrap();
-        assert_eq!(&read(&subject, address), b"by its own");
-        legacy.close(0, address).unwrap();
-        // A process that does not see the device.
-        let blind = CudaDriver::load_from(Copy::new().load().path()).unwrap();
-        assert_eq!(code(blind.legacy().unwrap().open(0, &handle)), code::INVALID_DEVICE);
-        wire.say(b"x");
-    });
-}
-
 // Pools
 
 fn pool_is_destroyed_after_its_memory(mut subject: Subject) {
@@ -322,18 +281,6 @@ fn pool_is_destroyed_after_its_memory(mut subject: Subject) {
     }
 }
 
-fn pool_descriptor_is_cloexec(subject: Subject) {
-    let pools = pools(&subject);
-    let pool = pools.create(0).unwrap();
-    let fds = [(); 2].map(|()| pools.export(pool).unwrap());
-    assert!(fds.iter().all(closes_on_exec));
-    // The caller still owns the descriptor.
-    let imported = pools.import(fds[0].as_fd()).unwrap();
-    assert!(closes_on_exec(&fds[0]));
-    pools.destroy(imported).unwrap();
-    pools.destroy(pool).unwrap();
-}
-
 fn other_descriptors_are_refused(subject: Subject) {
     let driver = &subject.verbs;
     let pools = pools(&subject);
@@ -350,24 +297,6 @@ fn other_descriptors_are_refused(subject: Subject) {
     let pool = pools.create(0).unwrap();
     let exported = pools.export(pool).unwrap();
     assert_eq!(code(driver.import(exported.as_fd(), unit)), code::NOT_SUPPORTED, "a pool as memory");
-    pools.destroy(pool).unwrap();
-}
-
-fn pointer_import_needs_its_own_bytes(subject: Subject) {
-    let pools = pools(&subject);
-    let pool = pools.create(0).unwrap();
-    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
-    let address = pools.allocate(pool, 0, 1000).unwrap();
-    let mut data = pools.export_pointer(0, address).unwrap();
-    for (what, at) in [("the middle", address + 512), ("another address", 4096)] {
-        assert_eq!(code(pools.export_pointer(0, at)), INVALID, "{what}");
-    }
-    assert_eq!(code(pools.import_pointer(pool, 0, &data)), INVALID, "where it is from");
-    assert_eq!(code(pools.import_pointer(imported, 0, &[0; 64])), INVALID);
-    data[0] ^= 0xFF;
-    assert_eq!(code(pools.import_pointer(imported, 0, &data)), INVALID, "damaged");
-    pools.free(0, address).unwrap();
-    pools.destroy(imported).unwrap();
     pools.destroy(pool).unwrap();
 }
 

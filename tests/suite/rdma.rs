@@ -11,7 +11,6 @@ cases! {
     rdma_memory_has_the_flag,
     host_memory_is_refused_for_rdma,
     auto_follows_the_device,
-    arenas_keep_flags_apart,
     failed_call_leaves_nothing,
     ]
 }
@@ -90,26 +89,6 @@ fn auto_follows_the_device(subject: Subject) {
     if subject.kind == Kind::Host {
         assert!(!flagged(Spec::vmm(1).placement(Placement::Host).rdma(Rdma::Auto)));
     }
-}
-
-fn arenas_keep_flags_apart(subject: Subject) {
-    let (device, unit) = (subject.device(), subject.unit());
-    let arenas = Arenas::new(&device, 8 * unit).unwrap();
-    let block = |rdma| {
-        arenas.set_rdma(rdma).unwrap();
-        arenas.find(arenas.allocate(unit).unwrap()).unwrap().0.is_gpu_direct_rdma()
-    };
-    assert!(!block(Rdma::Never));
-    if !supported(&subject) {
-        assert!(lacking(arenas.set_rdma(Rdma::Required)).contains("gpuDirectRDMACapable"));
-        assert!(!block(Rdma::Auto));
-        return;
-    }
-    assert!(block(Rdma::Required));
-    assert!(!block(Rdma::Never));
-    // Any arena.
-    block(Rdma::Auto);
-    assert_eq!(arenas.figures().arenas, 2);
 }
 
 fn failed_call_leaves_nothing(subject: Subject) {

@@ -16,8 +16,6 @@ cases! {
     exportable_memory_alone_is_exported,
     import_returns_another_handle,
     released_handles_are_refused,
-    memory_outlives_its_handle_while_mapped,
-    descriptor_keeps_memory_alive,
     descriptors_of_other_files_are_refused,
     ]
 }
@@ -355,39 +353,6 @@ fn released_handles_are_refused(subject: Subject) {
         assert_eq!(code(driver.properties(handle)), INVALID, "properties");
         assert_eq!(code(driver.release(handle)), INVALID, "release");
     }
-}
-
-fn memory_outlives_its_handle_while_mapped(subject: Subject) {
-    let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.verbs, ground.unit);
-    let address = ground.reserve(1);
-    let handle = driver.create(unit, &EXPORTABLE).unwrap();
-    driver.map(address, unit, 0, handle).unwrap();
-    ground.allow(address, 1);
-    assert_eq!(ground.copy_in(address, b"before"), OK);
-    driver.release(handle).unwrap();
-    assert_eq!(&ground.read(address), b"before");
-    assert_eq!(ground.copy_in(address, b"behind"), OK);
-    assert_eq!(&ground.read(address), b"behind");
-}
-
-fn descriptor_keeps_memory_alive(subject: Subject) {
-    let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.verbs, ground.unit);
-    let address = ground.reserve(1);
-    let handle = driver.create(unit, &EXPORTABLE).unwrap();
-    driver.map(address, unit, 0, handle).unwrap();
-    ground.allow(address, 1);
-    assert_eq!(ground.copy_in(address, b"in the descriptor"), OK);
-    let fd = driver.export(handle).unwrap();
-    driver.unmap(address, unit).unwrap();
-    driver.release(handle).unwrap();
-    let imported = driver.import(fd.as_fd(), unit).unwrap();
-    drop(fd);
-    ground.handles.push(imported);
-    driver.map(address, unit, 0, imported).unwrap();
-    ground.allow(address, 1);
-    assert_eq!(&ground.read(address), b"in the descriptor");
 }
 
 fn descriptors_of_other_files_are_refused(subject: Subject) {

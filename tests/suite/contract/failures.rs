@@ -4,61 +4,10 @@ use super::*;
 
 cases! {
     on crate::support::Subject; every backend: [
-    failure_at_any_call_leaves_nothing,
     unexplained_out_of_memory_keeps_code,
     failed_release_frees_the_rest,
     every_call_fails_in_a_fork,
     ]
-}
-
-/// Runs every step of a handoff in one process.
-fn handoff(device: &Device) -> Result<(), Error> {
-    let allocation = Allocation::create(device, 1)?;
-    let fd = allocation.export()?.try_clone_to_owned().unwrap();
-    let mapping = Mapping::new(&allocation, ReadWrite)?;
-    pattern::fill(&mapping, 0..mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
-    let imported = Allocation::import(device, fd, allocation.size())?;
-    let view = Mapping::new(&imported, ReadOnly)?;
-    let found = pattern::verify(&view, 0, 0..view.size(), Pattern::new(9), &mut |_| Ok(()))?;
-    assert!(found.passed());
-    Ok(())
-}
-
-fn failure_at_any_call_leaves_nothing(mut subject: Subject) {
-    const CODE: u32 = 4242;
-    subject.alone();
-    let device = subject.device();
-    // Warm up: the driver opens some files only once.
-    handoff(&device).unwrap();
-    let like = subject.faulty.exported()[0];
-    let open = like.open_here();
-    subject.faulty.take_verbs();
-    handoff(&device).unwrap();
-    let all = subject.faulty.take_verbs();
-    let forward: Vec<_> = all.into_iter().filter(|verb| !["release", "free", "unmap"].contains(verb)).collect();
-    assert!(
-        ["create", "export", "reserve", "map", "set_access", "copy_in", "synchronize", "import", "copy_out"]
-            .iter()
-            .all(|verb| forward.contains(verb)),
-        "{forward:?}"
-    );
-    for (n, verb) in (1..).zip(&forward) {
-        subject.faulty.fail(Fault::Nth(n), CODE);
-        match handoff(&device) {
-            Err(Error::Driver { call, code: CODE, .. }) => assert_eq!(call, *verb, "call {n}"),
-            other => panic!("call {n}, {verb}: {other:?}"),
-        }
-        assert_eq!(subject.faulty.mend(), Some(*verb));
-        subject.assert_empty();
-        match subject.kind {
-            Kind::Host | Kind::Fake => {
-                let left = subject.faulty.exported().iter().map(|inode| inode.open_here()).sum::<usize>();
-                assert_eq!(left, 0, "descriptors after the failure of call {n}, {verb}");
-            }
-            Kind::Cuda => assert_eq!(like.open_here(), open, "descriptors after the failure of call {n}, {verb}"),
-        }
-    }
-    handoff(&device).unwrap();
 }
 
 fn unexplained_out_of_memory_keeps_code(subject: Subject) {

@@ -10,7 +10,7 @@ use nix::{
     unistd::{ftruncate, pipe2},
 };
 use vmmfd::internals::{Diagnosis, Handle, Kernels, LegacyIpc, MadeFor, PatternSpan, Pools};
-use vmmfd_cli::check::pattern::{Mismatch, Verification};
+use vmmfd_cli::check::pattern::Verification;
 
 use crate::support::{Inode, closes_on_exec, prelude::*};
 

@@ -9,8 +9,6 @@ cases! {
     sizes_round_up_to_granularity,
     impossible_sizes_are_refused,
     out_of_memory_names_both_figures,
-    two_mappings_show_the_same_bytes,
-    read_only_mapping_refuses_writes,
     allocation_is_exported_once,
     import_closes_its_descriptor,
     wrong_descriptor_is_closed,
@@ -18,11 +16,8 @@ cases! {
     unaligned_size_makes_no_call,
     offsets_outside_a_mapping_are_refused,
     offsets_outside_a_reservation_are_refused,
-    adjacent_allocations_are_one_buffer,
-    occupied_addresses_are_not_mapped_again,
     owners_drop_in_any_order,
     threads_import_the_same_descriptor,
-    threads_share_one_mapping,
     ]
 }
 
@@ -89,29 +84,6 @@ fn out_of_memory_names_both_figures(subject: Subject) {
         }
         other => panic!("{other:?}"),
     }
-}
-
-fn two_mappings_show_the_same_bytes(subject: Subject) {
-    let allocation = Allocation::create(&subject.device(), 1).unwrap();
-    let [one, two] = [(); 2].map(|()| Mapping::new(&allocation, ReadWrite).unwrap());
-    assert_ne!(one.address(), two.address());
-    one.copy_in(100, b"from one").unwrap();
-    assert_eq!(read(&two, 100, 8), b"from one");
-    two.copy_in(105, b"two").unwrap();
-    assert_eq!(read(&one, 100, 8), b"from two");
-    drop(one);
-    assert_eq!(read(&two, 100, 8), b"from two");
-}
-
-fn read_only_mapping_refuses_writes(subject: Subject) {
-    let (allocation, writable) = mapped(&subject, 1);
-    let mapping = Mapping::new(&allocation, ReadOnly).unwrap();
-    writable.copy_in(0, b"read me").unwrap();
-    assert_eq!(mapping.access(), ReadOnly);
-    assert!(matches!(mapping.copy_in(0, b"overwritten"), Err(Error::Memory(MemoryError::ReadOnly))));
-    // The driver refuses it too.
-    assert_eq!(code(subject.verbs.copy_in(0, mapping.address(), b"overwritten")), INVALID);
-    assert_eq!(read(&mapping, 0, 7), b"read me");
 }
 
 fn allocation_is_exported_once(mut subject: Subject) {
@@ -267,51 +239,6 @@ fn offsets_outside_a_reservation_are_refused(subject: Subject) {
     assert_eq!(code(Reservation::new(&device, unit + 1)), INVALID);
 }
 
-fn adjacent_allocations_are_one_buffer(subject: Subject) {
-    let (device, unit) = (subject.device(), subject.unit());
-    let reservation = Reservation::new(&device, 6 * unit).unwrap();
-    assert_eq!(reservation.size(), 6 * unit);
-    let mut offset = 0;
-    let mut mappings = Vec::new();
-    for units in [1, 3, 2] {
-        let allocation = Allocation::create(&device, units * unit).unwrap();
-        mappings.push(Mapping::at(&reservation, offset, &allocation, ReadWrite).unwrap());
-        assert_eq!(mappings.last().unwrap().address(), reservation.address() + offset);
-        offset += units * unit;
-    }
-    let mut bytes = vec![0; 6 * unit as usize];
-    Pattern::new(3).write(0, &mut bytes);
-    subject.verbs.copy_in(0, reservation.address(), &bytes).unwrap();
-    let mut back = vec![0; bytes.len()];
-    subject.verbs.copy_out(0, reservation.address(), &mut back).unwrap();
-    assert!(back == bytes);
-    let starts = [0, unit, 4 * unit].map(|start| start as usize);
-    for (mapping, start) in mappings.iter().zip(starts) {
-        assert_eq!(read(mapping, 0, 64), bytes[start..start + 64]);
-    }
-    // A copy across a hole fails.
-    mappings.remove(1);
-    assert_eq!(code(subject.verbs.copy_out(0, reservation.address(), &mut back)), INVALID);
-    assert_eq!(read(&mappings[1], 0, 64), bytes[starts[2]..starts[2] + 64]);
-    // The mappings hold the reservation.
-    drop(reservation);
-    mappings[0].copy_in(0, b"still mine").unwrap();
-}
-
-fn occupied_addresses_are_not_mapped_again(subject: Subject) {
-    let (device, unit) = (subject.device(), subject.unit());
-    let reservation = Reservation::new(&device, 2 * unit).unwrap();
-    let [one, two] = [1, 2].map(|units| Allocation::create(&device, units * unit).unwrap());
-    let mapping = Mapping::at(&reservation, unit, &one, ReadWrite).unwrap();
-    mapping.copy_in(0, b"mine").unwrap();
-    for (offset, allocation) in [(unit, &one), (0, &two)] {
-        assert_eq!(code(Mapping::at(&reservation, offset, allocation, ReadWrite)), INVALID);
-    }
-    assert_eq!(read(&mapping, 0, 4), b"mine");
-    drop(mapping);
-    Mapping::at(&reservation, 0, &two, ReadWrite).unwrap();
-}
-
 fn owners_drop_in_any_order(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     for order in 0..24 {
@@ -347,24 +274,6 @@ fn threads_import_the_same_descriptor(subject: Subject) {
                     let view = Mapping::new(&imported, ReadOnly).unwrap();
                     let found = verify(&view, view.size(), 4);
                     assert!(found.passed(), "{found:?}");
-                }
-            });
-        }
-    });
-}
-
-fn threads_share_one_mapping(subject: Subject) {
-    let (allocation, mapping) = mapped(&subject, 1);
-    thread::scope(|scope| {
-        for number in 0..4u8 {
-            let (mapping, allocation) = (&mapping, &allocation);
-            scope.spawn(move || {
-                let offset = u64::from(number) * 4096;
-                for round in 0..32 {
-                    mapping.copy_in(offset, &[number ^ round; 4096]).unwrap();
-                    assert_eq!(read(mapping, offset, 4096), [number ^ round; 4096]);
-                    let view = Mapping::new(allocation, ReadOnly).unwrap();
-                    assert_eq!(read(&view, offset, 16), [number ^ round; 16]);
                 }
             });
         }

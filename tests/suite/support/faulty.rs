@@ -11,8 +11,8 @@ use vmmfd::{
     Result,
     driver::{DeviceUuid, MemoryInfo},
     internals::{
-        Checkpoints, Counted, Diagnosis, EventHandle, Handle, Kernels, LegacyIpc, Live, MadeFor, PageLocked,
-        PatternSpan, PoolHandle, Pools, Retained, Streams, Window,
+        Checkpoints, Counted, Diagnosis, Handle, Kernels, LegacyIpc, Live, PageLocked, PatternSpan, PoolHandle, Pools,
+        Retained, Streams, Window,
     },
 };
 
@@ -53,22 +53,10 @@ struct Ledger {
     exported: Vec<Inode>,
     /// The properties of created memory.
     created: Vec<Properties>,
-    /// How many times each address of a legacy handle or a pool was acquired.
-    blocks: BTreeMap<u64, usize>,
-    pools: BTreeSet<PoolHandle>,
-    events: BTreeSet<EventHandle>,
 }
 
-const GIVE_BACK: [&str; 8] = [
-    "release",
-    "free",
-    "unmap",
-    "legacy deallocate",
-    "legacy close",
-    "pool destroy",
-    "pool free",
-    "diagnosis event_destroy",
-];
+const GIVE_BACK: [&str; 7] =
+    ["release", "free", "unmap", "legacy deallocate", "legacy close", "pool destroy", "pool free"];
 
 impl Faulty {
     pub(crate) fn new(inner: Arc<dyn Verbs>) -> Self {
@@ -122,12 +110,6 @@ impl Faulty {
         }
     }
 
-    /// Counts unreleased addresses of legacy handles and pools, unreleased pools, and unreleased events.
-    pub(crate) fn taken(&self) -> (usize, usize, usize) {
-        let ledger = self.ledger();
-        (ledger.blocks.values().sum(), ledger.pools.len(), ledger.events.len())
-    }
-
     /// Releases all remaining handles.
     pub(crate) fn release_all(&self) {
         let handles = self.ledger().handles.clone();
@@ -145,21 +127,6 @@ impl Faulty {
 
     fn acquired(&self, handle: Handle) {
         *self.ledger().handles.entry(handle).or_default() += 1;
-    }
-
-    fn take(&self, address: u64) -> u64 {
-        *self.ledger().blocks.entry(address).or_default() += 1;
-        address
-    }
-
-    /// Removes an address once from the ledger while `call` releases it. If the call fails, the address is added again.
-    fn give(&self, address: u64, call: impl FnOnce() -> Result<()>) -> Result<()> {
-        let known = removed_once(&mut self.ledger().blocks, &address);
-        call().inspect_err(|_| {
-            if known {
-                self.take(address);
-            }
-        })
     }
 
     fn meet(&self, verb: &'static str) -> Result<()> {
@@ -373,7 +340,8 @@ unsafe impl Verbs for Faulty {
         Ok(self)
     }
 
-    /// The emulated driver injects their faults.
+    // The emulated driver injects the faults of these calls.
+
     fn streams(&self) -> Result<Arc<dyn Streams>> {
         self.inner.streams()
     }
@@ -384,8 +352,7 @@ unsafe impl Verbs for Faulty {
     }
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
-        self.inner.diagnosis()?;
-        Ok(self)
+        self.inner.diagnosis()
     }
 
     fn checkpoint_count(&self) -> u64 {
@@ -413,119 +380,25 @@ impl Kernels for Faulty {
 impl LegacyIpc for Faulty {
     forward! {
         "legacy ", legacy;
+        fn allocate(ordinal: i32, size: u64) -> u64;
+        fn deallocate(ordinal: i32, address: u64) -> ();
         fn handle(ordinal: i32, address: u64) -> [u8; 64];
-    }
-
-    fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
-        self.meet("legacy allocate")?;
-        self.inner.legacy()?.allocate(ordinal, size).map(|address| self.take(address))
-    }
-
-    fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
-        self.meet("legacy deallocate")?;
-        self.give(address, || self.inner.legacy()?.deallocate(ordinal, address))
-    }
-
-    fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
-        self.meet("legacy open")?;
-        self.inner.legacy()?.open(ordinal, handle).map(|address| self.take(address))
-    }
-
-    fn close(&self, ordinal: i32, address: u64) -> Result<()> {
-        self.meet("legacy close")?;
-        self.give(address, || self.inner.legacy()?.close(ordinal, address))
+        fn open(ordinal: i32, handle: &[u8; 64]) -> u64;
+        fn close(ordinal: i32, address: u64) -> ();
     }
 }
 
 impl Pools for Faulty {
     forward! {
         "pool ", pools;
+        fn create(ordinal: i32) -> PoolHandle;
+        fn destroy(pool: PoolHandle) -> ();
         fn export(pool: PoolHandle) -> OwnedFd;
+        fn import(fd: BorrowedFd<'_>) -> PoolHandle;
         fn allow(pool: PoolHandle, ordinal: i32) -> ();
+        fn allocate(pool: PoolHandle, ordinal: i32, size: u64) -> u64;
+        fn free(ordinal: i32, address: u64) -> ();
         fn export_pointer(ordinal: i32, address: u64) -> [u8; 64];
-    }
-
-    fn create(&self, ordinal: i32) -> Result<PoolHandle> {
-        self.meet("pool create")?;
-        let pool = self.inner.pools()?.create(ordinal)?;
-        self.ledger().pools.insert(pool);
-        Ok(pool)
-    }
-
-    fn destroy(&self, pool: PoolHandle) -> Result<()> {
-        self.meet("pool destroy")?;
-        let known = self.ledger().pools.remove(&pool);
-        let answer = self.inner.pools()?.destroy(pool);
-        if known && answer.is_err() {
-            self.ledger().pools.insert(pool);
-        }
-        answer
-    }
-
-    fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
-        self.meet("pool import")?;
-        let pool = self.inner.pools()?.import(fd)?;
-        self.ledger().pools.insert(pool);
-        Ok(pool)
-    }
-
-    fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64> {
-        self.meet("pool allocate")?;
-        self.inner.pools()?.allocate(pool, ordinal, size).map(|address| self.take(address))
-    }
-
-    fn free(&self, ordinal: i32, address: u64) -> Result<()> {
-        self.meet("pool free")?;
-        self.give(address, || self.inner.pools()?.free(ordinal, address))
-    }
-
-    fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
-        self.meet("pool import_pointer")?;
-        self.inner.pools()?.import_pointer(pool, ordinal, data).map(|address| self.take(address))
-    }
-}
-
-impl Diagnosis for Faulty {
-    forward! {
-        "diagnosis ", diagnosis;
-        fn library() -> PathBuf;
-        fn export_fabric(handle: Handle) -> [u8; 64];
-        fn export_dma_buf(ordinal: i32, address: u64, size: u64) -> OwnedFd;
-        fn copy_within(ordinal: i32, to: u64, from: u64, size: u64) -> Duration;
-        fn store(ordinal: i32, address: u64, value: u32) -> ();
-        fn event_export(ordinal: i32, event: EventHandle) -> [u8; 64];
-        fn event_record(ordinal: i32, event: EventHandle) -> ();
-        fn event_wait(ordinal: i32, event: EventHandle) -> ();
-    }
-
-    fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle> {
-        self.meet("diagnosis create_with")?;
-        let handle = self.inner.diagnosis()?.create_with(ordinal, size, made_for)?;
-        self.acquired(handle);
-        Ok(handle)
-    }
-
-    fn event_create(&self, ordinal: i32) -> Result<EventHandle> {
-        self.meet("diagnosis event_create")?;
-        let event = self.inner.diagnosis()?.event_create(ordinal)?;
-        self.ledger().events.insert(event);
-        Ok(event)
-    }
-
-    fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle> {
-        self.meet("diagnosis event_open")?;
-        let event = self.inner.diagnosis()?.event_open(ordinal, handle)?;
-        self.ledger().events.insert(event);
-        Ok(event)
-    }
-
-    fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()> {
-        self.meet("diagnosis event_destroy")?;
-        let known = self.ledger().events.remove(&event);
-        let answer = self.inner.diagnosis()?.event_destroy(ordinal, event);
-        if known && answer.is_err() {
-            self.ledger().events.insert(event);
-        }
-        answer
+        fn import_pointer(pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> u64;
     }
 }
