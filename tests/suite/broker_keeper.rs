@@ -7,11 +7,9 @@ use nix::sys::{
     wait::{WaitPidFlag, WaitStatus, waitpid},
 };
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
-use vmmfd::wire::broker::{self, Message};
 
 use crate::support::{
-    material::token,
-    pages::{Template, nonce_of, page},
+    pages::{PAGE, Template, nonce_of, page},
     prelude::*,
     served::{copied, is_stopped},
     session::spawn_alone,
@@ -24,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const SEGMENTS: usize = 200;
 
 fn client(served: &Served) -> Client {
-    Client::connect(&served.path, &Config::default().timeout(PATIENCE)).unwrap()
+    Client::connect(&served.path, &Config::default().timeout(PATIENCE).wait(PATIENCE)).unwrap()
 }
 
 #[track_caller]
@@ -32,25 +30,14 @@ fn put(served: &Served, name: &str, nonce: u8) {
     put_segments(served, name, nonce, SEGMENTS);
 }
 
-/// Puts an object of so many segments, each with the nonce.
+/// Puts an object of so many segments. All are the same page with the nonce.
 #[track_caller]
 pub(crate) fn put_segments(served: &Served, name: &str, nonce: u8, segments: usize) {
-    // One memfd, opened repeatedly: each open file is a segment.
-    let memory = page(nonce.into());
-    let opened = format!("/proc/self/fd/{}", memory.as_raw_fd());
-    let pages: Vec<File> =
-        (0..segments).map(|_| fs::OpenOptions::new().read(true).write(true).open(&opened).unwrap()).collect();
-    let put = broker::PutHeader { request: Some(token()), ..Template::new().put_of_pages(name, segments) };
-    // While the server or the keeper is down, the put is repeated. It takes effect once.
-    let begun = Instant::now();
-    loop {
-        let fds: Vec<_> = pages.iter().map(AsFd::as_fd).collect();
-        match served.greeted().0.ask(&Message::Put(Box::new(put.clone())), &fds) {
-            Ok(Some((Message::Published(_), _))) => return,
-            Ok(None) | Err(_) if begun.elapsed() < PATIENCE => {}
-            other => panic!("{other:?}: {}", served.log()),
-        }
-    }
+    let (page, memory) = (page(nonce.into()), Template::new().of(segments as u64));
+    let segments = (0..segments).map(|_| (PAGE, page.as_fd()));
+    let part = PutPart::of_segments("all", Backend::Host, memory, segments).unwrap();
+    // While the server or the keeper is down, the client repeats the put. It takes effect once.
+    client(served).put(&Put::new(name).part(part)).unwrap();
 }
 
 /// The nonce in all segments of an object of so many.

@@ -27,8 +27,6 @@ struct Counts {
     puts: u64,
     gets: u64,
     refused: BTreeMap<String, u64>,
-    longest_put: Duration,
-    longest_get: Duration,
 }
 
 struct Run {
@@ -84,10 +82,8 @@ impl Run {
 
     fn put(&self, client: &Client, template: &Template, object: usize) {
         let number = self.written[object].started.fetch_add(1, SeqCst) + 1;
-        let begun = Instant::now();
         let put = template.put(client, &name_of(object), number, Condition::Any);
         let mut counts = self.counts.lock().unwrap();
-        counts.longest_put = counts.longest_put.max(begun.elapsed());
         match put {
             Ok(_) => {
                 self.written[object].acknowledged.store(number, SeqCst);
@@ -101,7 +97,6 @@ impl Run {
     fn get(&self, client: &Client, object: usize) {
         let written = &self.written[object];
         let least = written.acknowledged.load(SeqCst);
-        let begun = Instant::now();
         let seen = match client.get(&Get::new(name_of(object))) {
             Ok(lease) => {
                 let (_, fd) = lease.into_parts().remove(0).into_segments().unwrap().remove(0);
@@ -112,9 +107,7 @@ impl Run {
         };
         let most = written.started.load(SeqCst);
         assert!((least..=most).contains(&seen), "`{}`: {seen}, not {least} to {most}", name_of(object));
-        let mut counts = self.counts.lock().unwrap();
-        counts.longest_get = counts.longest_get.max(begun.elapsed());
-        counts.gets += 1;
+        self.counts.lock().unwrap().gets += 1;
     }
 
     /// As [`Served::settled`], while the clients pause.

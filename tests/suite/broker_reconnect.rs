@@ -1,12 +1,8 @@
 //! Clients of a broker that stops, restarts or is absent: their requests, their leases and the notices about them.
 
-use std::{
-    cell::Cell,
-    sync::{atomic::AtomicUsize, mpsc::Receiver},
-    thread::JoinHandle,
-};
+use std::sync::mpsc::Receiver;
 
-use rustix::net::{accept, sockopt};
+use rustix::net::accept;
 use vmmfd::{
     broker::{LossReason, Lost, Restored},
     wire::broker::{Message, Resumed},
@@ -35,12 +31,6 @@ fn put(client: &Client, name: &str) {
     client.put(&Put::new(name).part(PutPart::of("all", &memory).unwrap())).unwrap();
 }
 
-/// Waits for an object on another thread.
-fn waiting(client: &Client, name: &'static str) -> JoinHandle<vmmfd::Result<Lease>> {
-    let client = client.clone();
-    thread::spawn(move || client.get(&Get::new(name).wait(LONG)))
-}
-
 /// The reports of a client about its leases.
 struct Notices(Receiver<Result<Restored, (Lost, usize)>>);
 
@@ -60,28 +50,6 @@ impl Notices {
     fn next(&self) -> Result<Restored, (Lost, usize)> {
         self.0.recv_timeout(LONG).unwrap()
     }
-}
-
-#[test]
-fn connect_waits_a_second_unless_asked() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("broker.sock");
-    let (second, short) = (Duration::from_secs(1), Duration::from_millis(50));
-    let config = Config::default().timeout(LONG);
-    for (config, wait) in [
-        (config.clone(), second),
-        (Config::default().timeout(short), short),
-        (config.clone().wait(short), short),
-        (config.clone().wait(Duration::ZERO), Duration::ZERO),
-    ] {
-        let error = Client::connect(&path, &config).unwrap_err();
-        assert!(matches!(error, Error::Socket(SocketError::NoBroker { waited, .. }) if waited == wait), "{error:?}");
-        assert_eq!(error.to_string().contains(" within "), !wait.is_zero(), "{error}");
-    }
-    let connecting = thread::spawn(move || Client::connect(&path, &config.wait(LONG)).map(drop));
-    thread::sleep(second + short);
-    let _broker = Broker::at(folder, &Subject::host(), ServerConfig::default());
-    connecting.join().unwrap().unwrap();
 }
 
 #[test]
@@ -149,65 +117,6 @@ fn check_cannot_request_on_its_connection() {
         listing
     });
     listing.join().unwrap().unwrap();
-}
-
-#[test]
-fn interrupted_wait_ends_nothing_else() {
-    thread_local!(static NUMBER: Cell<usize> = const { Cell::new(0) });
-    let served = Served::start(Keeper::Own, &Subject::host());
-    let interrupted = Arc::new(AtomicUsize::new(usize::MAX));
-    let seen = Arc::clone(&interrupted);
-    let cancel = Cancel::new().unwrap().with_check(move || NUMBER.get() == seen.load(Ordering::Relaxed));
-    let client = connect(&served, Config::default().timeout(LONG).cancel(&cancel));
-    let notices = Notices::of(&client);
-    put(&client, "held");
-    let held = client.get(&Get::new("held")).unwrap();
-    for round in 0..3 {
-        let calls = [1, 2].map(|number| {
-            let client = client.clone();
-            thread::spawn(move || {
-                NUMBER.set(number);
-                client.get(&Get::new(format!("object{round}")).wait(LONG)).map(|lease| lease.version())
-            })
-        });
-        let [first, second] = calls;
-        interrupted.store(1, Ordering::Relaxed);
-        assert!(matches!(first.join().unwrap(), Err(Error::Interrupted { .. })));
-        interrupted.store(usize::MAX, Ordering::Relaxed);
-        assert!(held.is_held() && !second.is_finished() && notices.0.try_recv().is_err());
-        put(&client, &format!("object{round}"));
-        assert_eq!(second.join().unwrap().unwrap(), 1);
-    }
-}
-
-#[test]
-fn stop_ends_waits() {
-    let served = Served::start(Keeper::Own, &Subject::host());
-    let client = connect(&served, Config::default().timeout(LONG));
-    for with_server in [true, false] {
-        let getting = waiting(&client, "never");
-        if !with_server {
-            served.manager.stop(Signal::SIGKILL);
-        }
-        let stopping = {
-            let client = client.clone();
-            thread::spawn(move || {
-                until(|| {
-                    client.stop().unwrap();
-                    thread::sleep(Duration::from_millis(20));
-                    getting.is_finished()
-                });
-                getting.join().unwrap()
-            })
-        };
-        if !with_server {
-            thread::sleep(Duration::from_millis(50));
-            served.manager.start_again();
-        }
-        assert_eq!(refused(stopping.join().unwrap()).0, RefusalCode::Stopped);
-        // The next request is not stopped.
-        assert_eq!(client.list("").unwrap().len(), 0);
-    }
 }
 
 /// Puts and leases of several records, while the server and the keeper are killed in turn. A name's versions never go back, and none is put
@@ -312,33 +221,4 @@ fn lease_of_lost_object_is_lost() {
     let mut byte = [0];
     object.part("all").unwrap().memory().unwrap().copy_out(0, &mut byte).unwrap();
     assert_eq!(byte, [7]);
-}
-
-#[test]
-fn dropped_leases_end_without_a_wait() {
-    let served = Served::start(Keeper::Own, &Subject::host());
-    let [client, other] = [(); 2].map(|()| connect(&served, Config::default().timeout(LONG)));
-    put(&client, "a");
-    let mut leases: Vec<Lease> = (0..120).map(|_| client.get(&Get::new("a")).unwrap()).collect();
-    // The kernel's minimum: space for a few records.
-    sockopt::set_socket_send_buffer_size(&client, 1).unwrap();
-    let held = || other.who("").unwrap().leases.len();
-    served.while_stopped(|| leases.truncate(20));
-    until(|| held() == 20);
-    // Without a server.
-    served.manager.stop(Signal::SIGKILL);
-    leases.truncate(10);
-    served.manager.start_again();
-    until(|| held() == 10 && leases[0].is_held());
-    // A forked process ends no lease.
-    let mut both = Some((client.clone(), leases));
-    in_fork(|| {
-        let (client, leases) = both.take().unwrap();
-        let refused = matches!(client.list("").unwrap_err(), Error::Misuse { .. }) && !leases[0].is_held();
-        drop((leases, client));
-        refused
-    });
-    assert!(both.as_ref().unwrap().1[0].is_held() && client.list("").unwrap().len() == 1);
-    drop((both, client));
-    until(|| held() == 0);
 }

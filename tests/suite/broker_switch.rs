@@ -16,7 +16,6 @@ use crate::support::prelude::*;
 cases! {
     on crate::support::Subject; every backend: [
     switch_keeps_addresses_and_shows_new_version,
-    switch_back_to_an_old_version,
     parts_and_pieces_are_switched_together,
     new_version_may_change_segments_and_arrays,
     mismatch_lists_every_difference,
@@ -125,25 +124,6 @@ fn switch_keeps_addresses_and_shows_new_version(subject: Subject) {
     assert_eq!(value(&object), 2);
     drop(object);
     assert!(held(&client).is_empty());
-}
-
-fn switch_back_to_an_old_version(subject: Subject) {
-    let (_broker, client, mut object) = one_and_two(&subject);
-    let before = addresses(&object);
-    let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
-    let live = subject.live();
-    for turn in 0..4 {
-        other = object.switch(other).unwrap();
-        let expected = if turn % 2 == 0 { (2, 1) } else { (1, 2) };
-        assert_eq!(
-            (object.version(), other.version(), u64::from(value(&object))),
-            (expected.0, expected.1, expected.0)
-        );
-        assert_eq!((addresses(&object), subject.live()), (before.clone(), live));
-    }
-    drop(other);
-    let live = subject.live();
-    assert_eq!((live.handles, live.reservations, live.mappings), (3, 1, 3));
 }
 
 fn parts_and_pieces_are_switched_together(subject: Subject) {
@@ -365,22 +345,21 @@ fn unmappable_versions_leave_the_object_parked(subject: Subject) {
     assert_eq!(value(&object), 2);
 }
 
+/// An unmap that fails again when it is repeated. The host backend replaces mappings without one.
 fn failed_unmap_changes_nothing(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let live = subject.live();
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     subject.faulty.fail(Fault::Verb("unmap"), 4242);
-    let (switched, parked) = (object.switch(next).map(drop), object.park());
+    let parked = object.park();
+    let switched = object.switch(next).map(drop);
     subject.faulty.mend();
-    // The host backend replaces mappings without an unmap.
     assert_eq!(switched.is_ok(), subject.kind == Kind::Host, "{switched:?}");
-    for failed in [switched, parked].into_iter().filter(Result::is_err) {
-        let error = failed.unwrap_err();
-        assert!(matches!(error, Error::Memory(MemoryError::NotExchanged { back: None, .. })), "{error:?}");
+    for failed in [switched, parked].into_iter().filter_map(Result::err) {
+        assert!(matches!(failed, Error::Memory(MemoryError::NotExchanged { back: None, .. })), "{failed:?}");
     }
     let version = if subject.kind == Kind::Host { 2 } else { 1 };
-    assert_eq!((value(&object), object.version(), object.is_parked()), (version, version.into(), false));
-    assert_eq!(subject.live(), live);
+    assert_eq!((value(&object), object.is_parked(), subject.live()), (version, false, live));
 }
 
 fn unpark_restores_the_same_addresses(mut subject: Subject) {

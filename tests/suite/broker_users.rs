@@ -1,12 +1,9 @@
 //! A broker shared by several users, as the kernel reports them. What each may do is tested without processes, in the unit tests of the
 //! verbs.
 
-use vmmfd::{
-    broker::{Quota, RecallOf},
-    memory::Chunk,
-};
+use vmmfd::broker::{Quota, RecallOf};
 
-use crate::support::{prelude::*, served::connect};
+use crate::support::{material::Material, prelude::*, served::connect};
 
 const SERVER: u32 = 34560;
 const MAKER: u32 = 34561;
@@ -26,22 +23,8 @@ fn as_user(uid: u32, gid: u32, groups: &[u32], body: impl FnOnce()) {
     });
 }
 
-/// Memory that a fork can put without calling the driver.
-struct Piece(Description, Arc<Chunk>);
-
-impl Piece {
-    fn new() -> Self {
-        let subject = Subject::host();
-        let shared = filled(&subject.driver, 2 * MIB, None, 1);
-        let (_, mut chunks) = shared.chunks(0..2 * MIB).unwrap().unwrap();
-        Self(shared.describe().unwrap(), chunks.remove(0))
-    }
-
-    fn put(&self, client: &Client, name: &str, mode: u16) -> vmmfd::Result<u64> {
-        let segment = (self.1.size(), self.1.as_fd());
-        let part = PutPart::of_segments("all", Backend::Host, self.0.clone(), [segment]).unwrap();
-        client.put(&Put::new(name).mode(mode).part(part)).map(|published| published.version)
-    }
+fn put(memory: &Material, client: &Client, name: &str, mode: u16) -> vmmfd::Result<u64> {
+    client.put(&Put::new(name).mode(mode).part(memory.part())).map(|published| published.version)
 }
 
 mod root {
@@ -57,12 +40,12 @@ mod root {
     #[ignore = "needs root: make test-all runs it as root"]
     fn users_are_those_of_the_kernel() {
         let served = allowing(&[MAKER, OTHER], &["--quota", "objects=2,connections=2"]);
-        let (path, memory) = (served.path.clone(), Piece::new());
+        let (path, memory) = (served.path.clone(), Material::of(&filled(&Subject::host().driver, 2 * MIB, None, 1)));
         as_user(MAKER, TEAM, &[], || {
             let client = connect(&path).unwrap();
-            memory.put(&client, "group", 0o640).unwrap();
-            memory.put(&client, "secret", 0o600).unwrap();
-            assert_eq!(refused(memory.put(&client, "third", 0o600)).0, RefusalCode::Quota);
+            put(&memory, &client, "group", 0o640).unwrap();
+            put(&memory, &client, "secret", 0o600).unwrap();
+            assert_eq!(refused(put(&memory, &client, "third", 0o600)).0, RefusalCode::Quota);
             let more = [(); 2].map(|()| connect(&path));
             assert!(more[0].is_ok() && matches!(more[1], Err(Error::Peer(PeerError::Reported { .. }))), "{more:?}");
         });

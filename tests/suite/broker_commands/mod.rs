@@ -2,7 +2,6 @@
 
 use crate::{
     support::prelude::*,
-    terminal::on_terminal,
     weights::{self, tensor},
 };
 

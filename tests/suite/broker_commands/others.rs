@@ -12,7 +12,6 @@ cases! {
     only_verbose_output_is_long,
     bad_input_is_one_sentence,
     notices_name_the_prefix,
-    tables_fit_the_terminal,
     signal_ends_the_broker_with_report,
     ]
 }
@@ -201,32 +200,22 @@ fn notices_name_the_prefix(broker: Broker) {
     }
 }
 
+/// The unit tests of `values.rs`, `options.rs` and `name.rs` have more values.
 fn bad_input_is_one_sentence(broker: Broker) {
     let (file, empty) = (broker.file("data", &data(10)), broker.file("empty", &[]));
     let (file, empty) = (text(&file), text(&empty));
-    let long = "n".repeat(256);
     for (arguments, words) in [
         (&["put", "a", "--from", empty][..], "is empty"),
         (&["put", "a", "--from", "-"], "standard input"),
         (&["put", "a", "--from", "/tmp"], "/tmp is a folder: put a model's files in it with `--safetensors /tmp`"),
-        (&["put", "a//b", "--from", file], "a component is empty"),
-        (&["put", "a b", "--from", file], "' '"),
-        (&["put", &long, "--from", file], "at most 255"),
         (&["put", "a\u{1b}[31m", "--from", file], "can't be used"),
-        (&["put", "a", "--from", file, "--meta", "[1]"], "not an object"),
-        (&["put", "a", "--from", file, "--mode", "755"], "at most 666"),
-        (&["put", "a", "--from", file, "--ttl", "30"], "has no unit"),
         (&["put", "a", "--from", file, "--if-version", "0"], "--if-version"),
         (&["put", "a", "--from", file, "--chunk", "64MB"], "64MiB"),
         (&["get", "a", "--to", "-"], "standard output"),
         (&["get", "a", "--force"], "--to"),
-        (&["get", "a", "--expect", "x"], "not JSON"),
-        (&["get", "a", "--range", "0"], "not a range"),
         (&["get", "a", "--wait", "0s"], "no time"),
         (&["rm", "."], "`.`"),
-        (&["serve", "--quota", "users=1"], "not a limit"),
         (&["serve", "--time-limit", "patience=1s"], "there is no time limit `patience`"),
-        (&["serve", "--quota", "bytes=1GB"], "1GiB"),
         (&["serve", "--allow-gid", "no such group"], "is not a group of this machine"),
         (&["serve", "--no-quota", "--total-quota", "objects=1"], "cannot be used with"),
         (&["get", "a", "--owner", "root"], "not a user's number"),
@@ -247,26 +236,6 @@ fn bad_input_is_one_sentence(broker: Broker) {
     if broker.place.backend() == "cuda" {
         broker.put("a", &data(10), &[]);
         broker.refusal(&["get", "a", "--backend", "host"], 4, "peer");
-    }
-}
-
-fn tables_fit_the_terminal(broker: Broker) {
-    broker.put("models/meta/llama3", &data(5_000_003), &[]);
-    let _held = broker.lease("models/meta/llama3");
-    for columns in [60, 80] {
-        for (arguments, heading, row, optional) in
-            [(&["ls", "-l"][..], 0, "4.7 MiB", "DEVICE"), (&["who"], 1, "models/meta/llama3", "SINCE")]
-        {
-            let shown = on_terminal(broker.run(arguments), columns).end();
-            assert_eq!(shown.code, Some(0), "{}", shown.text());
-            let screen = &shown.screen()[heading..];
-            assert!(screen[0].contains("VERSION") && screen[1].contains(row), "{screen:?}");
-            // The name is last, and no row of the table wraps.
-            assert!(screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"), "{screen:?}");
-            assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
-            // If all columns fit, none is omitted.
-            assert_eq!(screen[0].contains(optional), columns == 80, "{screen:?}");
-        }
     }
 }
 

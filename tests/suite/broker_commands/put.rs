@@ -50,16 +50,8 @@ fn weights_are_arrays_of_the_object(broker: Broker) {
     assert_eq!(broker.json(&["get", "m"])["parts"][0]["arrays"][0]["name"], "c");
     // A file with an invalid header fails before the broker or a device is used.
     let lies = broker.file("lies.safetensors", b"\x02\0\0\0\0\0\0\0{}with more behind");
-    for (arguments, words) in [
-        (&["put", "x", "--safetensors", text(&lies), "--device", "9"][..], "its last 16 bytes belong to no tensor"),
-        (&["put", "x", "--safetensors", "/nonexistent/x"], "/nonexistent/x does not exist"),
-        (&["put", "x", "--safetensors", "-"], "standard input"),
-        (&["put", "x", "--safetensors", text(&folder), "--from", text(&lies)], "cannot be used with"),
-        (&["put", "x"], "--from"),
-    ] {
-        let message = broker.refusal(arguments, 2, "usage");
-        assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
-    }
+    let message = broker.refusal(&["put", "x", "--safetensors", text(&lies), "--device", "9"], 2, "usage");
+    assert!(message.contains("its last 16 bytes belong to no tensor"), "{message}");
     weights::write(&lies, &[tensor("a", "U8", &[1], 1)], json!({ "much": "n".repeat(1 << 20) }));
     let message = broker.refusal(&["put", "x", "--safetensors", text(&lies)], 2, "usage");
     assert!(message.contains("the metadata has"), "{message}");

@@ -4,20 +4,11 @@ use vmmfd::{
     memory::Chunk,
     wire::{
         MAX_FDS, Memory,
-        broker::{self, GetObject, Message, Token},
+        broker::{self, GetObject, Message},
     },
 };
 
 use crate::support::prelude::*;
-
-/// A unique token.
-pub(crate) fn token() -> Token {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    let mut bytes = [0; 16];
-    bytes[..4].copy_from_slice(&process::id().to_le_bytes());
-    bytes[8..].copy_from_slice(&LAST.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-    Token(bytes)
-}
 
 /// Puts an object of 4 MiB in two segments. All bytes have the same value.
 pub(crate) fn put(client: &Client, driver: &Driver, name: &str, value: u8) {
