@@ -1,6 +1,6 @@
 //! Recalls: which holders acknowledge, and when the memory is free.
 
-use vmmfd::broker::{Recall, RecallOf};
+use vmmfd::broker::RecallOf;
 
 use crate::support::prelude::*;
 
@@ -58,33 +58,6 @@ fn result_names_silent_holders() {
     drop(silent);
     until(|| owner.who("w").map_or(0, |held| held.leases.len()) == 0);
     assert_eq!(owner.metrics().unwrap().versions, 0);
-}
-
-#[test]
-fn versions_are_recalled_by_choice() {
-    let subject = Subject::host();
-    let broker = Broker::start(&subject);
-    let owner = broker.client();
-    let held: Vec<Lease> = (0..3)
-        .map(|_| {
-            put(&owner, &subject);
-            lease(&broker.client())
-        })
-        .collect();
-    let of = |which| owner.recall("w", which, Duration::ZERO).unwrap();
-    let versions = |result: &Recall| result.holders.iter().map(|of| of.lease.version).collect::<Vec<_>>();
-    assert_eq!(versions(&of(RecallOf::Earlier)), [1, 2]);
-    assert_eq!(versions(&of(RecallOf::Version(2))), [2]);
-    assert_eq!(versions(&of(RecallOf::Current)), [3]);
-    assert_eq!(refused(owner.recall("w", RecallOf::Version(4), LONG)).0, RefusalCode::Absent);
-    owner.delete("w").unwrap();
-    assert_eq!(versions(&of(RecallOf::Current)), [1, 2, 3]);
-    assert!(held.iter().all(|lease| lease.is_recalled().unwrap()));
-    drop(held);
-    assert_eq!(refused(owner.recall("w", RecallOf::Current, LONG)).0, RefusalCode::Absent);
-    // Without holders there is nothing to wait for.
-    put(&owner, &subject);
-    assert!(of(RecallOf::Earlier).free);
 }
 
 #[test]

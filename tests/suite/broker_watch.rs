@@ -57,10 +57,3 @@ fn watch_ends_when_its_reader_closes() {
     assert_eq!(ended.code(0).stderr, "ended with 0\n");
     ended.json();
 }
-
-#[test]
-fn watch_without_a_broker_fails() {
-    let place = Meeting::host();
-    vmmfd(&place, &["watch", "--json"]).end().code(4).json();
-    vmmfd(&place, &["watch", "--after", "17"]).end().code(2).says("write instance and seq");
-}

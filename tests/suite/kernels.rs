@@ -84,6 +84,14 @@ fn many_cpus_find_what_one_finds(subject: Subject) {
     let index = (9 << 20) / 4;
     let expected = Pattern::new(8).word(index);
     assert_eq!(found.first, Some(Mismatch { index, expected, found: expected ^ 0xFFFF_0000 }));
+    let mut stop = |_| Err(Error::Interrupted { reason: CancelReason::Program });
+    let ended = [
+        pattern::fill(&mapping, 0..size, Pattern::new(2), &mut stop),
+        pattern::verify(&mapping, 0, 0..size, Pattern::new(2), &mut stop).map(drop),
+    ];
+    assert!(ended.iter().all(|ended| matches!(ended, Err(Error::Interrupted { .. }))), "{ended:?}");
+    let beyond = pattern::verify(&mapping, 0, 0..all + 1, Pattern::new(8), &mut |_| Ok(()));
+    assert!(matches!(beyond, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{beyond:?}");
 }
 
 fn forced_engine_is_used_or_refused(subject: Subject) {

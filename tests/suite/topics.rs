@@ -1,12 +1,16 @@
 //! Topics: the broker introduces publishers and followers, and its death interrupts no stream.
 
 use vmmfd::{
-    session::stream::Policy,
+    error::{ErrorCode, RefusalCode},
+    session::stream::{Policy, PublishOptions, Publisher, SubscribeOptions},
     topic::{self, Change, Follower, Topics, Update},
     wire::broker::{Follow, HeldTopic, Message, Met, OpenTopic},
 };
 
-use crate::support::prelude::*;
+use crate::{
+    broker_process::Raw,
+    support::{prelude::*, served::Keeper},
+};
 
 /// The limit of waits that end earlier.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -44,7 +48,7 @@ fn next(follower: &Follower) -> (String, String) {
         Change::Reset => "reset".to_owned(),
         Change::Ended => "ended".to_owned(),
         Change::Crashed(peer) => {
-            assert_eq!(peer.pid, process::id() as i32);
+            assert_eq!(peer.pid, std::process::id() as i32);
             "crashed".to_owned()
         }
         other => format!("{other:?}"),
@@ -92,7 +96,7 @@ fn followers_meet_publishers_now_and_later() {
     expect(&all, "camera/right", "2");
     let topics = listed(&client);
     let seen = topics.iter().map(|topic| (topic.name.as_str(), topic.pid, topic.epoch, topic.followers));
-    let own = process::id() as i32;
+    let own = std::process::id() as i32;
     let expected = [("camera/left", own, left.epoch(), 1), ("camera/right", own, right.epoch(), 2)];
     assert_eq!(seen.collect::<Vec<_>>(), expected);
     // An end, and another publisher of the topic.
@@ -202,7 +206,7 @@ fn a_stopped_publisher_holds_one_introduction() {
     while met < 20 {
         assert!(begun.elapsed() < LIMIT);
         let (Some((Message::Meet(meet), fds)), "b") = (other.receive().unwrap(), "b") else { panic!() };
-        assert_eq!((meet.name.as_str(), meet.epoch, meet.pid, fds.len()), ("b", 7, process::id() as i32, 2));
+        assert_eq!((meet.name.as_str(), meet.epoch, meet.pid, fds.len()), ("b", 7, std::process::id() as i32, 2));
         other.send(&Message::Met(Met {}), &[]).unwrap();
         met += 1;
         for follower in &followers {

@@ -248,6 +248,39 @@ fn consumer_refuses_each_violation() {
         violation("size that differs from the descriptor", &offered, segments(0, &[MIB, 3 * MIB], 2), 2, "protocol"),
         violation("result before the segments", &offered, verdict, 0, "protocol"),
     ]);
+    let by_pointer = |mechanism: &str, pool: Value| {
+        let pointer = json!("00".repeat(64));
+        let memory = [("mechanism", json!(mechanism)), ("pool", pool), ("pointer", pointer), ("segments", json!(0))];
+        memory.into_iter().fold(changed(&whole, "/part", json!(null)), |offer, (field, value)| {
+            changed(&offer, &format!("/memory/{field}"), value)
+        })
+    };
+    let huge = json!(1u64 << 46);
+    for (name, offer, code) in [
+        (
+            "more memory than there is",
+            changed(&changed(&whole, "/memory/mapped_size", huge.clone()), "/part/size", huge),
+            "failed",
+        ),
+        ("pool on the host backend", by_pointer("pool", json!(1)), "failed"),
+        ("legacy memory on the host backend", by_pointer("legacy", json!(null)), "failed"),
+        ("digest of another kind", changed(&whole, "/check", json!({"digest": "sha256:00"})), "failed"),
+        (
+            "digest and pattern",
+            changed(&whole, "/check", json!({"salt": 3, "digest": format!("blake3:{}", "0".repeat(64))})),
+            "protocol",
+        ),
+        ("reply without a pattern", changed(&whole, "/check", json!({"reply_salt": 7})), "protocol"),
+        (
+            "absent device",
+            changed(&whole, "/memory/device/uuid", json!("00000000-1111-2222-3333-444444444444")),
+            "device",
+        ),
+    ] {
+        let half = offer["memory"]["mapped_size"].as_u64().unwrap() / 2;
+        let before = [record(1, HELLO, 0), record(3, &offer.to_string(), 0)];
+        cases.push(violation(name, &before, segments(0, &[half; 2], 2), 2, code));
+    }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let listener = listening(&path, 1);

@@ -23,7 +23,6 @@ cases! {
     tensors_match_the_files,
     failed_step_leaves_nothing,
     a_panic_ends_a_load,
-    the_caller_ends_a_load,
     files_that_change_meanwhile_are_noticed,
     ]
 }
@@ -171,26 +170,6 @@ fn a_panic_ends_a_load(subject: Subject) {
     }
     subject.faulty.panic_in(None);
     load(&mut |_| panic!("the caller's own"));
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error("enough")]
-struct Enough;
-
-fn the_caller_ends_a_load(subject: Subject) {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("w.safetensors");
-    large(&path, 64 << 20);
-    let checkpoint = Checkpoint::open([&path]).unwrap();
-    subject.faulty.slow_down("copy_in", Duration::from_millis(30));
-    let mut calls = 0;
-    let ended = checkpoint.load(&subject.device(), &threads(2), &mut |done| {
-        calls += 1;
-        if done > 0 { Err(Error::Caller(Box::new(Enough))) } else { Ok(()) }
-    });
-    assert!(matches!(&ended, Err(Error::Caller(caller)) if caller.is::<Enough>()), "{ended:?}");
-    assert!(calls < 20, "it went on");
-    subject.assert_empty();
 }
 
 fn files_that_change_meanwhile_are_noticed(subject: Subject) {

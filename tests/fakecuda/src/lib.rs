@@ -123,6 +123,23 @@ unsafe fn result<T>(pointer: *mut T, call: impl FnOnce(&mut Emulated) -> Answer<
     })
 }
 
+/// As [`result`], with a number that the caller sees as a pointer.
+///
+/// # Safety
+/// The pointer is null or valid for one write.
+unsafe fn opaque(pointer: *mut *mut c_void, call: impl FnOnce(&mut Emulated) -> Answer<usize>) -> Answer {
+    // SAFETY: the caller's promise.
+    unsafe { result(pointer, |driver| call(driver).map(ptr::without_provenance_mut)) }
+}
+
+/// Runs a call that needs a current context, with its device.
+fn in_context(call: impl FnOnce(&mut Emulated, c_int) -> Answer) -> Answer {
+    initialised(|driver| {
+        let current = driver.current()?;
+        call(driver, current)
+    })
+}
+
 /// Copies from the caller's memory to the device.
 ///
 /// # Safety
@@ -282,8 +299,7 @@ mod exports {
         }
 
         fn cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) {
-            let call = |driver: &mut Emulated| driver.streams.create(driver.current()?, flags);
-            unsafe { result(stream, |driver| call(driver).map(ptr::without_provenance_mut)) }
+            unsafe { opaque(stream, |driver| driver.streams.create(driver.current()?, flags)) }
         }
 
         fn cuStreamDestroy_v2(stream: *mut c_void) {
@@ -335,10 +351,7 @@ mod exports {
         }
 
         fn cuMemHostRegister_v2(start: *mut c_void, size: usize, flags: c_uint) {
-            initialised(|driver| {
-                driver.current()?;
-                driver.streams.register(start, size, flags)
-            })
+            in_context(|driver, _| driver.streams.register(start, size, flags))
         }
 
         fn cuMemHostGetDevicePointer_v2(address: *mut u64, start: *mut c_void, flags: c_uint) {
@@ -479,6 +492,7 @@ mod exports {
             initialised(|driver| unsafe { copy_out(driver, to, from, size) })
         }
 
+        /// cudarc calls this and the next one.
         fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, size: usize, stream: *mut c_void) {
             initialised(|driver| {
                 driver.current()?;
@@ -567,18 +581,11 @@ mod exports {
         }
 
         fn cuMemFree_v2(address: u64) {
-            initialised(|driver| {
-                driver.current()?;
-                driver.ipc.deallocate(address)
-            })
+            in_context(|driver, _| driver.ipc.deallocate(address))
         }
 
-        fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: u64) {
-            let call = |driver: &mut Emulated| {
-                driver.current()?;
-                Ok(IpcHandle { reserved: driver.ipc.handle(address)? })
-            };
-            unsafe { result(handle, call) }
+        fn cuIpcGetMemHandle(handle: *mut [u8; 64], address: u64) {
+            unsafe { result(handle, |driver| driver.current().and_then(|_| driver.ipc.handle(address))) }
         }
 
         fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: c_uint) {
@@ -586,19 +593,16 @@ mod exports {
         }
 
         fn cuIpcCloseMemHandle(address: u64) {
-            initialised(|driver| {
-                driver.current()?;
-                driver.ipc.close(address)
-            })
+            in_context(|driver, _| driver.ipc.close(address))
         }
 
         fn cuMemPoolCreate(pool: *mut *mut c_void, properties: *const PoolProps) {
             let call = |driver: &mut Emulated| {
                 let properties = unsafe { given(properties) }?;
                 driver.check_device(properties.location.id)?;
-                driver.ipc.create_pool(properties).map(ptr::without_provenance_mut)
+                driver.ipc.create_pool(properties)
             };
-            unsafe { result(pool, call) }
+            unsafe { opaque(pool, call) }
         }
 
         fn cuMemPoolDestroy(pool: *mut c_void) {
@@ -615,8 +619,7 @@ mod exports {
             kind: c_uint,
             flags: u64,
         ) {
-            let call = |driver: &mut Emulated| driver.import_pool(shareable.addr() as RawFd, kind, flags);
-            unsafe { result(pool, |driver| call(driver).map(ptr::without_provenance_mut)) }
+            unsafe { opaque(pool, |driver| driver.import_pool(shareable.addr() as RawFd, kind, flags)) }
         }
 
         fn cuMemPoolSetAccess(pool: *mut c_void, access: *const AccessDesc, count: usize) {
@@ -661,10 +664,7 @@ mod exports {
         }
 
         fn cuMemcpyDtoD_v2(to: u64, from: u64, size: usize) {
-            initialised(|driver| {
-                let current = driver.current()?;
-                driver.copy_within(current, to, from, size as u64)
-            })
+            in_context(|driver, current| driver.copy_within(current, to, from, size as u64))
         }
 
         fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: *mut c_void) {
@@ -680,9 +680,9 @@ mod exports {
                 let image = NonNull::new(image.cast_mut()).ok_or(INVALID_VALUE)?;
                 driver.current()?;
                 let text = unsafe { CStr::from_ptr(image.as_ptr().cast()) };
-                driver.modules.load(text).map(ptr::without_provenance_mut)
+                driver.modules.load(text)
             };
-            unsafe { result(module, call) }
+            unsafe { opaque(module, call) }
         }
 
         fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
@@ -690,16 +690,13 @@ mod exports {
                 let name = NonNull::new(name.cast_mut()).ok_or(INVALID_VALUE)?;
                 driver.current()?;
                 let name = unsafe { CStr::from_ptr(name.as_ptr()) };
-                driver.modules.function(module, name).map(ptr::without_provenance_mut)
+                driver.modules.function(module, name)
             };
-            unsafe { result(function, call) }
+            unsafe { opaque(function, call) }
         }
 
         fn cuModuleUnload(module: *mut c_void) {
-            initialised(|driver| {
-                driver.current()?;
-                driver.modules.unload(module)
-            })
+            in_context(|driver, _| driver.modules.unload(module))
         }
 
         fn cuLaunchKernel(
@@ -746,8 +743,7 @@ mod exports {
         }
 
         fn cuEventCreate(event: *mut *mut c_void, flags: c_uint) {
-            let call = |driver: &mut Emulated| driver.events.create(driver.current()?, flags);
-            unsafe { result(event, |driver| call(driver).map(ptr::without_provenance_mut)) }
+            unsafe { opaque(event, |driver| driver.events.create(driver.current()?, flags)) }
         }
 
         fn cuEventRecord(event: *mut c_void, stream: *mut c_void) {
@@ -772,17 +768,12 @@ mod exports {
             initialised(|driver| driver.events.destroy(event))
         }
 
-        fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: *mut c_void) {
-            let call = |driver: &mut Emulated| {
-                driver.current()?;
-                Ok(IpcHandle { reserved: driver.events.export(event)? })
-            };
-            unsafe { result(handle, call) }
+        fn cuIpcGetEventHandle(handle: *mut [u8; 64], event: *mut c_void) {
+            unsafe { result(handle, |driver| driver.current().and_then(|_| driver.events.export(event))) }
         }
 
         fn cuIpcOpenEventHandle(event: *mut *mut c_void, handle: IpcHandle) {
-            let call = |driver: &mut Emulated| driver.events.open(driver.current()?, &handle.reserved);
-            unsafe { result(event, |driver| call(driver).map(ptr::without_provenance_mut)) }
+            unsafe { opaque(event, |driver| driver.events.open(driver.current()?, &handle.reserved)) }
         }
     }
 }

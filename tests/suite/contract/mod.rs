@@ -17,7 +17,6 @@ use crate::support::{Inode, closes_on_exec, prelude::*};
 mod calls;
 mod failures;
 mod owners;
-mod patterns;
 const INVALID: u32 = code::INVALID_VALUE;
 const UNSUPPORTED: u32 = code::NOT_SUPPORTED;
 const OK: u32 = 0;

@@ -79,69 +79,6 @@ fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
     assert!(matches!(answer(channel), (Message::Received(Received { segments: 1 }), _)));
 }
 
-/// Makes an offer invalid; some changes name another device.
-type Change = fn(&mut Offer, DeviceUuid);
-
-/// `violations.rs` has the offers that contradict themselves.
-#[test]
-fn unusable_offers_are_refused() {
-    let (sound, memory) = memory(100, 3);
-    let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
-    let cases: &[(ErrorCode, Change)] = &[
-        // Addresses could be reserved, but there is not so much memory.
-        (ErrorCode::Failed, |offer, _| {
-            offer.memory.mapped_size = 1 << 46;
-            offer.part.as_mut().unwrap().size = 1 << 46;
-        }),
-        // The host backend lacks both.
-        (ErrorCode::Failed, |offer, _| {
-            let (pool, pointer) = (Some(1), Some(Pointer([0; 64])));
-            offer.memory = Memory { mechanism: Mechanism::Pool, pool, pointer, segments: 0, ..offer.memory.clone() };
-            offer.part = None;
-        }),
-        (ErrorCode::Failed, |offer, _| {
-            let pointer = Some(Pointer([0; 64]));
-            offer.memory = Memory { mechanism: Mechanism::Legacy, pointer, segments: 0, ..offer.memory.clone() };
-            offer.part = None;
-        }),
-        (ErrorCode::Failed, |offer, _| {
-            offer.check = Some(Claim { digest: Some("sha256:00".into()), ..Claim::default() }.to_check());
-        }),
-        (ErrorCode::Protocol, |offer, _| {
-            let mut claim = claim(offer);
-            claim.digest = Some(format!("blake3:{}", "0".repeat(64)));
-            offer.check = Some(claim.to_check());
-        }),
-        (ErrorCode::Protocol, |offer, _| {
-            offer.check = Some(Claim { reply_salt: Some(7), ..Claim::default() }.to_check());
-        }),
-        (ErrorCode::Device, |offer, other| offer.memory.device.uuid = other),
-    ];
-    for &(code, change) in cases {
-        let mut offer = sound.clone();
-        change(&mut offer, other);
-        against(
-            |channel| {
-                greet(channel);
-                channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
-                let sizes = vec![offer.memory.mapped_size];
-                // The consumer may already have closed the connection.
-                let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.export().unwrap()]);
-                assert_eq!(told(channel), code, "{offer:?}");
-            },
-            |result| {
-                let error = result.unwrap_err();
-                let expected = matches!(
-                    error,
-                    Error::Device(DeviceError::Unsupported { .. })
-                        | Error::Peer(PeerError::Protocol(_) | PeerError::Mismatch { .. })
-                );
-                assert!(expected, "{error:?}");
-            },
-        );
-    }
-}
-
 #[test]
 fn lost_producer_ends_the_consumer() {
     let (offer, memory) = memory(100, 3);

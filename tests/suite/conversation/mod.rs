@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
-use std::{net::Shutdown, os::fd::RawFd};
+use std::net::Shutdown;
 
 use rustix::net::{
     AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
@@ -10,19 +10,17 @@ use rustix::net::{
 };
 use sendfd::SendWithFd;
 use vmmfd::{
-    driver::DeviceUuid,
     session::{
         self,
         handoff::{Findings, fetch},
     },
     wire::{
-        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Offer, Placement, Pointer, ProtocolError,
-        Received, Request, Run, Segments,
+        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Offer, Placement, Received, Request, Run, Segments,
     },
 };
 use vmmfd_cli::check::{Figures, figures::Claim, pattern::Mismatch};
 
-use crate::support::{open_files, prelude::*};
+use crate::support::prelude::*;
 
 mod consumers;
 mod producers;
@@ -106,9 +104,4 @@ pub(crate) fn told(channel: &mut Channel) -> ErrorCode {
         (Message::Error(failure), _) => failure.code,
         (other, _) => panic!("{other:?}"),
     }
-}
-
-/// The number of this process's descriptors for a file.
-pub(crate) fn open_descriptors(path: &Path) -> usize {
-    open_files("self").unwrap().iter().filter(|file| file.link == path).count()
 }

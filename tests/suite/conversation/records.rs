@@ -2,52 +2,6 @@
 
 use super::*;
 
-const SENT: &[u8] = b"VMFD\x01\x00\x04\x00";
-
-fn segments(sizes: usize, claimed: u32) -> Vec<u8> {
-    let body = serde_json::to_vec(&Segments { first: 0, sizes: vec![1; sizes] }).unwrap();
-    [SENT, &(body.len() as u32).to_le_bytes(), &claimed.to_le_bytes(), &body].concat()
-}
-
-#[test]
-fn wrong_descriptor_counts_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("sent");
-    let file = File::create(&path).unwrap();
-    for (sizes, claimed, sent) in [(1, 1, 0), (1, 1, 2), (2, 2, 1), (1, 2, 1), (1, 0, 0), (3, 3, MAX_FDS)] {
-        let (mut channel, peer) = channel_pair(PATIENCE);
-        let fds: Vec<RawFd> = vec![file.as_raw_fd(); sent];
-        peer.send_with_fd(&segments(sizes, claimed), &fds).unwrap();
-        let refused = channel.receive("for a test").unwrap_err();
-        let expected = ProtocolError::FdCount { kind: "segments", want: sizes, claimed, got: sent };
-        assert!(matches!(&refused, Error::Peer(PeerError::Protocol(error)) if *error == expected), "{refused}");
-        assert_eq!(open_descriptors(&path), 1, "{sizes} {claimed} {sent}");
-    }
-    // A message without descriptors: the unexpected descriptors are closed too.
-    let (mut channel, peer) = channel_pair(PATIENCE);
-    peer.send_with_fd(&Message::Busy(Busy {}).encode().unwrap(), &[file.as_raw_fd()]).unwrap();
-    assert!(matches!(
-        channel.receive("for a test"),
-        Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { want: 0, .. })))
-    ));
-    assert_eq!(open_descriptors(&path), 1);
-}
-
-#[test]
-fn send_checks_the_descriptor_count() {
-    let (mut channel, peer) = channel_pair(PATIENCE);
-    let message = Message::Segments(Segments { first: 0, sizes: vec![1] });
-    assert!(matches!(
-        channel.send(&message, &[]),
-        Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { got: 0, .. })))
-    ));
-    peer.set_nonblocking(true).unwrap();
-    assert_eq!(
-        rustix::net::recv(&peer, &mut [0u8; 9][..], rustix::net::RecvFlags::empty()).unwrap_err(),
-        rustix::io::Errno::AGAIN
-    );
-}
-
 #[test]
 fn last_error_of_gone_peer_arrives() {
     let failure = Failure { code: ErrorCode::Failed, message: "the last words".into() };

@@ -1,13 +1,28 @@
 //! Streams: publishers and subscribers in one process, in processes that are stopped and killed, and against peers that lie.
 
-use std::ops::RangeInclusive;
-
-use vmmfd::{
-    Result,
-    session::stream::{Event, Policy, Published, PublisherStats, Received, Sample},
+use std::{
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
 };
 
-use crate::support::prelude::*;
+use tempfile::TempDir;
+use vmmfd::{
+    Error, Result,
+    error::{ErrorCode, PeerError},
+    memory::Region,
+    session::{
+        Config,
+        stream::{
+            Event, Policy, PublishOptions, Published, Publisher, PublisherStats, Received, Sample, SubscribeOptions,
+            Subscriber,
+        },
+    },
+};
+
+use crate::support::Subject;
 
 mod abuse;
 mod formats;

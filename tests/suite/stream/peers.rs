@@ -273,7 +273,7 @@ fn inherited_socket_shows_its_process() {
 fn process_with_a_socket() {
     if env::var(ROLE).as_deref() == Ok("socket") {
         let subject = Subject::host();
-        let socket = io::stdin().as_fd().try_clone_to_owned().unwrap();
+        let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
         let (options, config) = (SubscribeOptions::default(), Config::default());
         let _subscriber = Subscriber::over(socket, &subject.driver, None, &options, &config).unwrap();
         thread::sleep(LIMIT);

@@ -35,7 +35,7 @@ fn all_subscribers_receive_all_buffers(subject: Subject) {
     let stage = Stage::fixed(&subject, 8);
     let subscribers: Vec<_> = (0..3).map(|_| stage.join(&subject, SubscribeOptions::default().held(2))).collect();
     assert!(subscribers.iter().all(|subscriber| subscriber.epoch() == stage.publisher.epoch()));
-    assert_eq!((subscribers[0].buffer_size(), subscribers[0].peer().pid), (Some(16), process::id() as i32));
+    assert_eq!((subscribers[0].buffer_size(), subscribers[0].peer().pid), (Some(16), std::process::id() as i32));
     let mut last = Duration::ZERO;
     for number in 1..=20 {
         let published = stage.publish(number);
@@ -220,7 +220,7 @@ fn dropped_publisher_is_a_crash(subject: Subject) {
     stage.publish(7);
     drop(stage);
     let sample = take(&subscriber);
-    let own = process::id() as i32;
+    let own = std::process::id() as i32;
     for _ in 0..2 {
         assert!(matches!(subscriber.receive(LIMIT).unwrap(), Received::Crashed(peer) if peer.pid == own));
     }
@@ -263,7 +263,7 @@ fn connected_sockets_carry_streams(subject: Subject) {
     publish(&publisher, 9);
     assert_eq!(take(&subscriber).user(), [9]);
     assert!(matches!(
-        publisher.admit(File::open("/dev/null").unwrap().into()),
+        publisher.admit(std::fs::File::open("/dev/null").unwrap().into()),
         Err(Error::System { .. } | Error::Socket(_))
     ));
 }
