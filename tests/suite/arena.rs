@@ -11,7 +11,6 @@ cases! {
     arenas_grow_with_their_total,
     expected_bytes_fill_arenas_exactly,
     blocks_of_one_size_waste_nothing,
-    closed_arena_is_never_reused,
     read_only_arena_is_never_reused,
     unknown_block_is_not_freed,
     freed_block_is_reused_after_the_device,
@@ -22,7 +21,6 @@ cases! {
     read_only_memory_stays_writable_elsewhere,
     ]
     gpus alone: [
-    pool_memory_can_not_become_read_only,
     ]
 }
 
@@ -120,33 +118,6 @@ fn blocks_of_one_size_waste_nothing(subject: Subject) {
     arenas.allocate(unit).unwrap();
     assert_figures(&arenas, unit, [3, 0, 38, 7, 31]);
     arenas.set_arena_size(0).unwrap_err();
-}
-
-fn closed_arena_is_never_reused(subject: Subject) {
-    let unit = subject.unit();
-    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
-    let published = arenas.allocate(unit).unwrap();
-    let (memory, offset) = arenas.find(published).unwrap();
-    memory.copy_in(offset, b"published").unwrap();
-    let reader = open(&subject, &memory, ReadOnly);
-    drop(memory);
-    assert!(arenas.close(published + unit - 1));
-    // A closed arena accepts no blocks: not in its free space, and not in space that is freed later.
-    let next = arenas.allocate(unit).unwrap();
-    assert!(!(published..published + 4 * unit).contains(&next));
-    assert_figures(&arenas, unit, [2, 1, 8, 2, 2]);
-    assert!(arenas.free(published));
-    assert_figures(&arenas, unit, [1, 0, 4, 1, 1]);
-    // The arena is freed in this process, but the reader still maps it.
-    for _ in 0..6 {
-        let block = arenas.allocate(unit).unwrap();
-        let (memory, offset) = arenas.find(block).unwrap();
-        memory.copy_in(offset, b"something else").unwrap();
-    }
-    let mut bytes = [0; 9];
-    reader.memory().copy_out(0, &mut bytes).unwrap();
-    assert_eq!(&bytes, b"published");
-    assert!(!arenas.close(published - 1));
 }
 
 fn read_only_arena_is_never_reused(subject: Subject) {
@@ -339,13 +310,4 @@ fn read_only_memory_stays_writable_elsewhere(subject: Subject) {
     sealing(|| sealed.seal()).unwrap();
     sealed.make_read_only().unwrap();
     assert!(sealed.describe().unwrap().immutable);
-}
-
-fn pool_memory_can_not_become_read_only(subject: Subject) {
-    for spec in [Spec::pool(1 << 20), Spec::legacy(1 << 20)] {
-        let shared = Shared::create(&subject.device(), spec).unwrap();
-        let answer = shared.make_read_only();
-        assert!(matches!(answer, Err(Error::Device(DeviceError::Unsupported { .. }))), "{answer:?}");
-        shared.copy_in(0, b"x").unwrap();
-    }
 }

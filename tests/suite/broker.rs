@@ -4,7 +4,6 @@ use nix::sys::resource::{Resource, getrlimit};
 use vmmfd::{
     broker::{EventKind, Watched},
     driver::DeviceUuid,
-    error::ErrorClass,
     memory::DeviceIdentity,
 };
 
@@ -15,7 +14,6 @@ use crate::support::{
 
 cases! {
     on crate::support::Subject; host and cuda: [
-    selected_arrays_send_only_their_segments,
     large_array_table_travels_in_memfd,
     ]
     gpus alone: [
@@ -80,36 +78,6 @@ fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
     let mut array = ArrayDescriptor::new(float, [elements], Order::C).unwrap();
     array.offset = offset;
     ArrayEntry::new(name, array)
-}
-
-fn selected_arrays_send_only_their_segments(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), &subject.driver);
-    let client = broker.client();
-    let memory = filled(driver, 16 * MIB, Some(2 * MIB), 7);
-    let arrays = [entry("first", 16, 0), entry("middle", 1 << 19, 7 * MIB), entry("w", 16, 15 * MIB)];
-    let small = filled(driver, 2 * MIB, None, 2);
-    let parts = [("x", &memory, arrays.to_vec()), ("y", &small, vec![entry("w", 4, 0)])];
-    let parts = parts.map(|(name, memory, arrays)| PutPart::of(name, memory).unwrap().arrays(arrays));
-    client.put(&parts.into_iter().fold(Put::new("a"), Put::part)).unwrap();
-    let open = |get: Get| client.get(&get).unwrap().open(driver, None).unwrap();
-    let object = open(Get::new("a").parts(["x"]).arrays(["first", "w"]));
-    let pieces: Vec<_> = object.parts()[0].pieces().iter().map(|piece| (piece.start(), piece.mapped_size())).collect();
-    assert_eq!(pieces, [(0, 2 * MIB), (14 * MIB, 2 * MIB)]);
-    assert_eq!(object.array("w").unwrap().element(&[15]).unwrap(), [7; 4]);
-    assert!(matches!(object.array("middle"), Err(Error::Memory(_))));
-    assert!(matches!(object.array("other"), Err(Error::Memory(MemoryError::NoArray { .. }))));
-    let object = open(Get::new("a").parts(["x"]).range(3 * MIB..5 * MIB));
-    let memory = object.parts()[0].memory().unwrap();
-    assert_eq!((memory.start(), memory.mapped_size()), (2 * MIB, 4 * MIB));
-    assert_eq!(refused(client.get(&Get::new("a").parts(["x"]).range(0..17 * MIB))).0, RefusalCode::Differs);
-    // Two parts have an array of this name.
-    let object = open(Get::new("a"));
-    let error = object.array("w").unwrap_err();
-    assert_eq!((error.class(), error.hint().is_some()), (ErrorClass::Invalid, true));
-    assert_eq!(error.to_string(), "array `w` is ambiguous: parts x, y have it");
-    assert_eq!(object.part("y").unwrap().array("w").unwrap().element(&[0]).unwrap(), [2; 4]);
-    let error = object.array("z").unwrap_err().to_string();
-    assert_eq!(error, "there is no array `z`: the arrays are `first`, `middle`, `w`, `w`");
 }
 
 fn large_array_table_travels_in_memfd(subject: Subject) {

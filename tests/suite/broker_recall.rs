@@ -1,4 +1,5 @@
-//! Recalls: which holders acknowledge, and when the memory is free.
+//! Recalls over restarts, and what they cost. `python/tests/test_recall.py` and `capi/tests/every_broker.c` have who acknowledges, and when the
+//! memory is free.
 
 use vmmfd::broker::RecallOf;
 
@@ -23,41 +24,6 @@ fn recalled(lease: &Lease) -> mpsc::Receiver<()> {
     let (send, receive) = mpsc::channel();
     lease.on_recall(move || send.send(()).unwrap()).unwrap();
     receive
-}
-
-#[test]
-fn result_names_silent_holders() {
-    let subject = Subject::host();
-    let broker = Broker::start(&subject);
-    let owner = broker.client();
-    put(&owner, &subject);
-    for _ in 0..5 {
-        let lease = lease(&broker.client());
-        let recalled = recalled(&lease);
-        thread::spawn(move || {
-            recalled.recv().unwrap();
-            drop(lease);
-        });
-    }
-    // One reader reads nothing, and another one dies meanwhile.
-    let [silent, dying] = [(); 2].map(|()| Raw::greeted(&broker.path).unwrap());
-    [&silent, &dying].iter().for_each(|raw| drop(raw.lease("w")));
-    owner.delete("w").unwrap();
-    let watcher = broker.client();
-    let dies = thread::spawn(move || {
-        until(|| watcher.who("w").unwrap().leases.len() == 2);
-        drop(dying);
-    });
-    let (begun, within) = (Instant::now(), Duration::from_secs(2));
-    let result = owner.recall("w", RecallOf::Current, within).unwrap();
-    dies.join().unwrap();
-    // Only the deadline ended the recall, and it is no acknowledgement.
-    assert!(begun.elapsed() >= within && !result.is_complete() && !result.free && !result.kept, "{result:?}");
-    assert_eq!(result.holders.iter().filter(|of| of.acknowledged).count(), 6);
-    assert!(result.holders.iter().all(|of| of.lease.size == 2 * MIB && of.lease.recalled), "{result:?}");
-    drop(silent);
-    until(|| owner.who("w").map_or(0, |held| held.leases.len()) == 0);
-    assert_eq!(owner.metrics().unwrap().versions, 0);
 }
 
 #[test]

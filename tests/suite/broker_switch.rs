@@ -15,7 +15,6 @@ use crate::support::prelude::*;
 
 cases! {
     on crate::support::Subject; every backend: [
-    switch_keeps_addresses_and_shows_new_version,
     parts_and_pieces_are_switched_together,
     new_version_may_change_segments_and_arrays,
     mismatch_lists_every_difference,
@@ -99,31 +98,6 @@ fn misuse<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> String {
         Err(Error::Misuse { problem }) => problem,
         other => panic!("{other:?}"),
     }
-}
-
-fn switch_keeps_addresses_and_shows_new_version(subject: Subject) {
-    let (_broker, client, mut object) = one_and_two(&subject);
-    let (before, id) = (addresses(&object), object.id().to_owned());
-    assert_eq!((value(&object), object.version()), (1, 1));
-    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
-    assert_eq!((next.name(), next.version()), ("a", 2));
-    // The old version is still usable.
-    assert_eq!(value(&object), 1);
-    let old = object.switch(next).unwrap();
-    assert_eq!((addresses(&object), value(&object)), (before, 2));
-    assert_eq!((object.name(), object.version(), old.version()), ("a", 2, 1));
-    assert_eq!((object.id() != id, old.id()), (true, id.as_str()));
-    assert_eq!((&object.metadata().unwrap()["value"], &old.metadata().unwrap()["value"]), (&json!(2), &json!(1)));
-    assert_eq!(object.parts()[0].digest(), Some("sum:2"));
-    // The lease of the old version lasts as long as the returned value.
-    let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
-    assert_eq!(held(&client), [1, 2]);
-    drop(old);
-    assert_eq!(held(&client), [2]);
-    assert_eq!(client.stat("a", None).unwrap().version.versions, [2]);
-    assert_eq!(value(&object), 2);
-    drop(object);
-    assert!(held(&client).is_empty());
 }
 
 fn parts_and_pieces_are_switched_together(subject: Subject) {

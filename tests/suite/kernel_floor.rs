@@ -81,7 +81,7 @@ fn the_commands_run() {
 #[test]
 fn streams_and_sessions_pass() {
     on_linux_4_18(|| {
-        let tests = ["stream::policies::host::", "sessions::", "shared::handles::host::"];
+        let tests = ["stream::policies::host::", "stream::formats::host::", "sessions::", "shared::handles::host::"];
         // Tests that wait for a timer.
         let skipped = ["busy_in_time", "slow_subscriber_sends_busy"];
         let skipped = skipped.iter().flat_map(|test| ["--skip", test]);

@@ -9,8 +9,6 @@ const FOR_RDMA: Properties = Properties { gpu_direct_rdma: true, ..EXPORTABLE };
 cases! {
     on crate::support::Subject; every backend: [
     rdma_memory_has_the_flag,
-    host_memory_is_refused_for_rdma,
-    auto_follows_the_device,
     failed_call_leaves_nothing,
     ]
 }
@@ -68,27 +66,6 @@ fn rdma_memory_has_the_flag(subject: Subject) {
     let mut seen = [0; 4];
     array.memory().copy_out(unit - 2, &mut seen).unwrap();
     assert_eq!(&seen, b"seen");
-}
-
-fn host_memory_is_refused_for_rdma(subject: Subject) {
-    let device = subject.device();
-    subject.faulty.take_verbs();
-    let spec = Spec::vmm(1).placement(Placement::Host).gpu_direct_rdma();
-    let feature = lacking(Shared::create(&device, spec));
-    let word = if subject.kind == Kind::Host { "RDMA" } else { "host-NUMA memory" };
-    assert!(feature.contains(word), "{feature}");
-    assert!(!subject.faulty.take_verbs().contains(&"create"), "it was tried");
-}
-
-fn auto_follows_the_device(subject: Subject) {
-    let device = subject.device();
-    let flagged = |spec: vmmfd::memory::VmmSpec| Shared::create(&device, spec).unwrap().is_gpu_direct_rdma();
-    assert_eq!(flagged(Spec::vmm(1).rdma(Rdma::Auto)), supported(&subject));
-    assert!(!flagged(Spec::vmm(1).rdma(Rdma::Never)) && !flagged(Spec::vmm(1)));
-    // Host-NUMA memory does not exist everywhere.
-    if subject.kind == Kind::Host {
-        assert!(!flagged(Spec::vmm(1).placement(Placement::Host).rdma(Rdma::Auto)));
-    }
 }
 
 fn failed_call_leaves_nothing(subject: Subject) {

@@ -102,13 +102,6 @@ fn tensors_match_the_files(subject: Subject) {
     let checkpoint = Checkpoint::open([folder.path()]).unwrap();
     let expected = json!({"format": "pt", "epoch": {"a.safetensors": "1", "b.safetensors": "2"}, "only": "a"});
     assert_eq!(Value::Object(checkpoint.metadata().clone()), expected);
-    let names: Vec<&str> = checkpoint.files().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
-    assert_eq!(names, ["a.safetensors", "b.safetensors"]);
-    let types: Vec<String> = checkpoint.tensors().iter().map(|tensor| tensor.array.dtype.to_string()).collect();
-    let floats = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"];
-    assert_eq!(types[4..7], floats);
-    assert_eq!((types[0].as_str(), types[2].as_str(), types[10].as_str()), ("float32", "bool", "complex64"));
-
     let device = subject.device();
     for options in [threads(1), threads(3).digest(), threads(40).chunk(subject.unit()).digest()] {
         let mut seen = Vec::new();

@@ -14,8 +14,7 @@
 
 use std::{
     env,
-    fs::{File, OpenOptions},
-    os::fd::{AsFd, AsRawFd},
+    os::fd::AsFd,
     process::{Command, ExitCode, Output},
     sync::{
         Mutex,
@@ -62,6 +61,10 @@ impl Load {
 
     fn puts(&self) -> u64 {
         self.acknowledged.iter().map(|of| of.load(Ordering::Acquire)).sum()
+    }
+
+    fn longest_ms(&self) -> f64 {
+        self.longest_us.load(Ordering::Acquire) as f64 / 1e3
     }
 
     /// Waits until each writer had two puts acknowledged, of which one began after this call.
@@ -181,29 +184,30 @@ fn get(load: &Load, writer: usize) {
     }
 }
 
+/// Runs a command in the system under load, and waits until puts are acknowledged after it. Returns the command's own time.
+fn disturb(load: &Load, label: &str, command: &str) -> Duration {
+    let replaces = command.contains("vmmfd-keeper");
+    let before = if replaces { resends() } else { 0 };
+    let begun = Instant::now();
+    let output = run(command);
+    let ran = begun.elapsed();
+    if !output.status.success() {
+        load.fail(format!("{command}: {}", say(&output)));
+    }
+    if replaces {
+        wait_for_resend(load, before);
+    }
+    load.settle(label);
+    ran
+}
+
 /// Runs a command in the system so often, under load, and prints what came of it.
 fn repeat(load: &Load, label: &str, times: usize, command: impl Fn(usize) -> String) {
     load.longest_us.store(0, Ordering::Release);
     let (begun, before) = (Instant::now(), load.puts());
-    for round in 0..times {
-        let command = command(round);
-        let replaces = command.contains("vmmfd-keeper");
-        let resends = if replaces { resends() } else { 0 };
-        let output = run(&command);
-        if !output.status.success() {
-            load.fail(format!("{command}: {}", say(&output)));
-        }
-        if replaces {
-            wait_for_resend(load, resends);
-        }
-        load.settle(label);
-    }
-    let longest = load.longest_us.load(Ordering::Acquire) as f64 / 1e3;
-    let puts = load.puts() - before;
-    println!(
-        "{label}: {times} times in {:.1} s, {puts} puts, the longest {longest:.1} ms",
-        begun.elapsed().as_secs_f64()
-    );
+    (0..times).for_each(|round| drop(disturb(load, label, &command(round))));
+    let (puts, seconds) = (load.puts() - before, begun.elapsed().as_secs_f64());
+    println!("{label}: {times} times in {seconds:.1} s, {puts} puts, the longest {:.1} ms", load.longest_ms());
 }
 
 /// The time of a put without a fault, in microseconds: the median.
@@ -222,7 +226,7 @@ fn put_us() -> u64 {
     times[times.len() / 2]
 }
 
-/// Puts objects of many segments: one memfd, opened often.
+/// Puts objects of many segments, all the same memory.
 fn put_many(objects: usize) {
     let (driver, client) = (driver(), client());
     let shared = filled(&driver, 7);
@@ -232,12 +236,9 @@ fn put_many(objects: usize) {
     if let Sharing::Vmm { segments, .. } = &mut description.sharing {
         *segments = SEGMENTS as u64;
     }
+    let (_, chunks) = shared.chunks(0..shared.size()).unwrap().expect("memory of segments");
     for object in 0..objects {
-        let (_, chunks) = shared.chunks(0..shared.size()).unwrap().expect("memory of segments");
-        let path = format!("/proc/self/fd/{}", chunks[0].as_fd().as_raw_fd());
-        let files: Vec<File> =
-            (0..SEGMENTS).map(|_| OpenOptions::new().read(true).write(true).open(&path).unwrap()).collect();
-        let segments = files.iter().map(|file| (unit, file.as_fd()));
+        let segments = (0..SEGMENTS).map(|_| (unit, chunks[0].as_fd()));
         let part = PutPart::of_segments("all", Backend::Host, description.clone(), segments).unwrap();
         client.put(&Put::new(format!("many/{object}")).part(part)).unwrap();
     }
@@ -297,23 +298,9 @@ fn many(load: &Load) {
     put_many(objects);
     let timed = |label: &str, command: &str| {
         load.longest_us.store(0, Ordering::Release);
-        let replaces = command.contains("vmmfd-keeper");
-        let resends = resends();
-        let begun = Instant::now();
-        let output = run(command);
-        let ran = begun.elapsed();
-        if !output.status.success() {
-            load.fail(format!("{command}: {}", say(&output)));
-        }
-        if replaces {
-            wait_for_resend(load, resends);
-        }
-        load.settle(label);
-        let longest = load.longest_us.load(Ordering::Acquire) as f64 / 1e3;
-        println!(
-            "{label}, with {} segments: the command took {ran:.2?}, the longest put {longest:.1} ms",
-            objects * SEGMENTS
-        );
+        let ran = disturb(load, label, command);
+        let (segments, longest) = (objects * SEGMENTS, load.longest_ms());
+        println!("{label}, with {segments} segments: the command took {ran:.2?}, the longest put {longest:.1} ms");
     };
     timed("restart of the server", "systemctl restart vmmfd");
     timed("restart of the keeper, then of the server", "systemctl restart vmmfd-keeper && systemctl restart vmmfd");

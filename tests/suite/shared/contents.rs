@@ -7,7 +7,6 @@ cases! {
     typed_elements_are_copied,
     mirror_is_changed_and_written_back,
     cpu_and_device_share_host_memory,
-    views_keep_the_memory,
     ]
     gpus alone: [
     failed_write_back_is_reported,
@@ -103,32 +102,6 @@ fn cpu_and_device_share_host_memory(subject: Subject) {
             Mirror::of(&**read_only.memory(), 0, 4).unwrap().write(0, b"x"),
             Err(Error::Memory(MemoryError::ReadOnly))
         ));
-    }
-}
-
-fn views_keep_the_memory(subject: Subject) {
-    for &mechanism in mechanisms(&subject) {
-        let array = ArrayDescriptor::new(ElementType::U32, [4, 6], Order::C).unwrap();
-        let shared = Shared::create(&subject.device(), by(mechanism, array.bytes().unwrap())).unwrap();
-        let words: Vec<u8> = (0..24u32).flat_map(u32::to_le_bytes).collect();
-        shared.copy_in(0, &words).unwrap();
-        let (handle, fds) = ArrayHandle::of(&shared, array).unwrap();
-        let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
-        let column = array.index(1, 2).unwrap();
-        let block = array.slice(0, 1..3, 1).unwrap().slice(1, 0..6, -2).unwrap();
-        let live = subject.live();
-        drop(array);
-        assert_eq!(subject.live(), live, "the views keep it");
-        assert_eq!(column.first(9).unwrap(), ["2", "8", "14", "20"]);
-        assert_eq!(block.first(9).unwrap(), ["11", "9", "7", "17", "15", "13"]);
-        assert_eq!(block.permute(&[1, 0]).unwrap().first(2).unwrap(), ["11", "17"]);
-        let interface = serde_json::to_value(column.interface().unwrap()).unwrap();
-        assert_eq!(interface["data"], serde_json::json!([column.memory().address() + 8, true]));
-        assert_eq!((&interface["strides"], &interface["version"]), (&serde_json::json!([24]), &3.into()));
-        drop(column);
-        assert_eq!(block.element(&[1, 1]).unwrap(), 15u32.to_le_bytes());
-        assert!(matches!(block.element(&[2, 0]), Err(Error::Memory(MemoryError::Array { .. }))));
-        assert!(matches!(block.index(2, 0), Err(Error::Memory(MemoryError::Array { .. }))));
     }
 }
 

@@ -4,25 +4,9 @@ use super::*;
 
 cases! {
     on crate::support::Subject; gpus alone: [
-    too_large_pool_buffer_is_refused,
     pool_holds_many_buffers,
     legacy_handle_opens_in_another_process,
     ]
-}
-
-fn too_large_pool_buffer_is_refused(subject: Subject) {
-    let device = subject.device();
-    let refused = Shared::create(&device, Spec::pool((5 << 30) + 1)).unwrap_err();
-    assert!(
-        matches!(refused, Error::Device(DeviceError::Unsupported { .. })) && refused.to_string().contains("5 GiB"),
-        "{refused}"
-    );
-    // The importer refuses it too.
-    let shared = Shared::create(&device, Spec::pool(1)).unwrap();
-    let mut offered = shared.describe().unwrap();
-    offered.mapped_size = (5 << 30) + 1;
-    let refused = Imported::of_pool(shared.pool().unwrap(), &offered, ReadWrite).unwrap_err();
-    assert!(matches!(refused, Error::Device(DeviceError::Unsupported { .. })), "{refused}");
 }
 
 fn pool_holds_many_buffers(subject: Subject) {

@@ -121,30 +121,6 @@ fn process_of_a_test() {
 }
 
 #[test]
-fn stopped_subscriber_delays_nobody() {
-    let subject = Subject::host();
-    let stage = Stage::new(&subject, &PublishOptions::fixed(16, 8).every(SHORT));
-    let healthy = stage.join(&subject, SubscribeOptions::default());
-    let peers = [Peer::start("latest", &stage.path, 2), Peer::start("every", &stage.path, 1)];
-    eventually("three subscribers", || stage.stats().subscribers.len() == 3);
-    peers.iter().for_each(Peer::stop);
-    for number in 1..=100 {
-        stage.publish(number);
-        assert_eq!(take(&healthy).number(), u64::from(number));
-    }
-    // The first keeps its place and what it was given. The second is evicted, and its buffers stay out of use.
-    stage.until(|event| matches!(event, Event::Evicted(subscriber) if subscriber.peer.pid == peers[1].pid()));
-    let [first, second] = peers;
-    // Both were given the same two. The newest waits for the first.
-    assert_eq!(stage.stats().free, 8 - 2 - 1);
-    drop(first);
-    stage.until_free(8 - 2);
-    drop(second);
-    stage.until_free(8);
-    stage.until(|event| matches!(event, Event::Left { orderly: false, .. }));
-}
-
-#[test]
 fn killed_publisher_is_a_crash() {
     let subject = Subject::host();
     let folder = tempfile::tempdir().unwrap();

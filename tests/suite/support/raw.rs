@@ -40,12 +40,12 @@ impl Raw {
         Message::Hello(Hello { version: 1, capabilities, backend, pid: process::id(), timeout_ms: 20_000 })
     }
 
-    /// A connection after the exchange of hellos.
-    pub(crate) fn greeted(path: &Path) -> io::Result<Self> {
+    /// A connection after the exchange of hellos, and the server's pid.
+    pub(crate) fn greeted(path: &Path) -> io::Result<(Self, Pid)> {
         let raw = Self::dial(path)?;
         raw.send(&Self::hello(), &[])?;
         match raw.receive()? {
-            Some((Message::Hello(_), _)) => Ok(raw),
+            Some((Message::Hello(hello), _)) => Ok((raw, Pid::from_raw(hello.pid.cast_signed()))),
             other => Err(io::Error::other(format!("{other:?}"))),
         }
     }

@@ -3,8 +3,6 @@
 
 use std::{ffi::OsString, fmt::Display};
 
-use vmmfd::wire::broker::Message;
-
 use super::{Kind, Subject, manager::Manager, open_files, parent_of, pause};
 use crate::support::prelude::*;
 
@@ -117,14 +115,7 @@ impl Served {
     pub(crate) fn greeted(&self) -> (Raw, Pid) {
         let begun = Instant::now();
         loop {
-            let greeted = Raw::dial(&self.path).and_then(|raw| {
-                raw.send(&Raw::hello(), &[])?;
-                match raw.receive()? {
-                    Some((Message::Hello(hello), _)) => Ok((raw, Pid::from_raw(hello.pid.cast_signed()))),
-                    other => Err(io::Error::other(format!("{other:?}"))),
-                }
-            });
-            match greeted {
+            match Raw::greeted(&self.path) {
                 Ok(greeted) => return greeted,
                 Err(error) => assert!(begun.elapsed() < PATIENCE, "it does not serve: {error}\n{}", self.log()),
             }
