@@ -1,7 +1,5 @@
 //! `recall`, the recalls of `rm` and `put`, and `who --pinned`.
 
-use std::{sync::mpsc, thread};
-
 use super::*;
 
 cases! {

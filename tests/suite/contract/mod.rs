@@ -6,7 +6,7 @@
 use std::any::Any;
 
 use nix::{
-    fcntl::{FcntlArg, OFlag, fcntl},
+    fcntl::OFlag,
     unistd::{ftruncate, pipe2},
 };
 use vmmfd::internals::{Diagnosis, Handle, Kernels, LegacyIpc, MadeFor, PatternSpan, Pools};

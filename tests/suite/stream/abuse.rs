@@ -1,23 +1,15 @@
 //! Peers that break the protocol, by hand.
 
-use std::os::fd::AsFd;
-
 use nix::{
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
     unistd::ftruncate,
 };
-use vmmfd::{
-    channel::{Cancel, Channel},
-    memory::{Shared, Spec},
-    wire::{self, Busy, Done, End, Format, Hello, Leave, Message, Offer, Ready, Stream, Subscribe},
-};
+use vmmfd::wire::{self, Busy, Done, End, Format, Hello, Leave, Offer, Ready, Stream, Subscribe};
 
 use super::*;
 use crate::{
     broker_descriptors::Lingering,
     conversation::{accepted, answer, dial, listening, request, told},
-    support::{Kind, Raw},
 };
 
 cases! {
@@ -112,7 +104,7 @@ fn wrong_returns_end_the_subscription(subject: Subject) {
         assert_eq!(take(&healthy).number(), 4, "the others go on");
         // What it has not given back stays out of use, until it gives it back.
         let out = || stage.stats().subscribers.iter().map(|usage| usage.buffers).sum::<usize>();
-        eventually("the buffers of the healthy one", || (1..=2).contains(&out()));
+        wait_for("the buffers of the healthy one", || (1..=2).contains(&out()));
         channel.send(&done(2), &[]).unwrap();
         // With its last buffer, the publisher closes the connection.
         if held > 1 {
@@ -191,7 +183,7 @@ fn blocking_descriptors_are_not_received(subject: Subject) {
         blocking.send(&peer, &done(1).encode().unwrap());
         publisher.admit(ours).unwrap();
         if joins {
-            eventually("the end", || matches!(publisher.event(), Some(Event::Left { orderly: false, .. })));
+            wait_for("the end", || matches!(publisher.event(), Some(Event::Left { orderly: false, .. })));
         }
         let mut peer = Channel::new(peer.0.into(), LIMIT, &Cancel::new().unwrap()).unwrap();
         let failure = loop {
@@ -226,7 +218,7 @@ fn unknown_returns_are_limited(subject: Subject) {
     channel.send(&Message::Leave(Leave { held: vec![1] }), &[]).unwrap();
     stage.until(|event| matches!(event, Event::Left { orderly: true, .. }));
     // It still has a buffer, and its connection. Then it never stops.
-    eventually("the end of the connection", || channel.send(&done(7), &[]).is_err());
+    wait_for("the end of the connection", || channel.send(&done(7), &[]).is_err());
     stage.publish(3);
     assert_eq!(stage.stats().free, 5, "its process may still read the buffer");
 }
@@ -352,7 +344,7 @@ fn endless_joins_end(subject: Subject) {
         })
     };
     // On a busy machine, the publisher may be silent for the timeout.
-    eventually("the end of a join", || match join() {
+    wait_for("the end of a join", || match join() {
         Err(Error::Peer(PeerError::TurnTooLong { .. })) => true,
         Err(Error::Peer(PeerError::Timeout { .. })) => false,
         other => panic!("{other:?}"),

@@ -1,10 +1,6 @@
 //! Sizes, arrays, and bytes of the program's own.
 
-use vmmfd::{
-    array::{ArrayDescriptor, ElementType, Order},
-    error::MemoryError,
-    session::stream::{Format, MAX_USER_BYTES},
-};
+use vmmfd::session::stream::{Format, MAX_USER_BYTES};
 
 use super::*;
 

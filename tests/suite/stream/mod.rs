@@ -69,7 +69,7 @@ impl Stage {
     #[track_caller]
     fn until(&self, fits: impl Fn(&Event) -> bool) {
         let found = || std::iter::from_fn(|| self.publisher.event()).any(|event| fits(&event));
-        eventually("an event", found);
+        wait_for("an event", found);
     }
 
     fn publish(&self, byte: u8) -> Published {
@@ -86,7 +86,7 @@ impl Stage {
 
     #[track_caller]
     fn until_free(&self, free: u64) {
-        eventually("free buffers", || self.stats().free == free);
+        wait_for("free buffers", || self.stats().free == free);
     }
 }
 
@@ -113,15 +113,6 @@ fn take(subscriber: &Subscriber) -> Sample {
 #[track_caller]
 fn numbers(subscriber: &Subscriber, count: usize) -> Vec<(u64, u64)> {
     (0..count).map(|_| take(subscriber)).map(|sample| (sample.number(), sample.skipped_before())).collect()
-}
-
-#[track_caller]
-fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !holds() {
-        assert!(begun.elapsed() < LIMIT, "no {what} within {LIMIT:?}");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 #[track_caller]

@@ -1,18 +1,9 @@
 //! The order of GPU work between processes: streams that wait for streams, and peers that are late, stopped or dead.
 
-use std::{
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
-    sync::mpsc,
-};
-
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmmfd::{
-    channel::Cancel,
     driver::Stream,
-    error::{DeviceError, Loss},
+    error::Loss,
     session::order::{Completion, Order, Timeline},
 };
 
@@ -155,7 +146,7 @@ fn timelines_survive_a_lost_peer(subject: Subject) {
             _ => {}
         }
         // The stream goes on although the other is still held back.
-        eventually("release", || reader.is_idle().unwrap());
+        wait_for("release", || reader.is_idle().unwrap());
         assert!(!recorder.is_idle().unwrap());
         assert_eq!([done, value].map(|value| other.completion(value)), [Completion::Done, Completion::Lost]);
         is_lost(other.wait(&reader, value, LIMIT), loss);
@@ -272,7 +263,7 @@ fn buffers_wait_for_their_readers(subject: Subject) {
     bench.publish(&stage, &writer, 2);
     writer.synchronize().unwrap();
     // The reader has the first buffer, and the second was sent: its room is used up.
-    eventually("the return", || stage.stats().subscribers[0].buffers == 2);
+    wait_for("the return", || stage.stats().subscribers[0].buffers == 2);
     bench.publish(&stage, &writer, 3);
     assert!(is_timeout(&stage.publisher.loan(SHORT)));
     bench.open();
@@ -330,7 +321,7 @@ fn publishers_descriptor_shows_finished_work(subject: Subject) {
     for byte in 1..=3 {
         bench.publish(&stage, &writer, byte);
     }
-    eventually("quiet", || loan().is_none() && !is_readable(SHORT));
+    wait_for("quiet", || loan().is_none() && !is_readable(SHORT));
     bench.open();
     assert!(is_readable(LIMIT / 6), "written buffers");
     let subscriber = stage.join(&subject, SubscribeOptions::default().policy(Policy::Every));
@@ -339,7 +330,7 @@ fn publishers_descriptor_shows_finished_work(subject: Subject) {
     bench.hold(&reader, 2);
     drop(sample);
     bench.publish(&stage, &writer, 5);
-    eventually("quiet", || loan().is_none() && !is_readable(SHORT));
+    wait_for("quiet", || loan().is_none() && !is_readable(SHORT));
     bench.open();
     assert!(is_readable(LIMIT / 6), "a finished reader");
     assert!(loan().is_some());
@@ -368,7 +359,7 @@ fn late_publisher_is_lost(subject: Subject) {
     bench.hold(&writer, 1);
     bench.publish(&stage, &writer, 2);
     let late = subscriber.receive_on(&reader, SHORT).unwrap().sample().unwrap();
-    eventually("release", || reader.is_idle().unwrap());
+    wait_for("release", || reader.is_idle().unwrap());
     assert_eq!([whole.completion(), late.completion()], [Completion::Done, Completion::Lost]);
     is_lost(subscriber.receive_on(&reader, LIMIT), Loss::Late { limit: SHORT });
     misused(subscriber.receive(LIMIT), "the session has ended");
@@ -396,7 +387,7 @@ fn dead_publisher_is_lost(subject: Subject) {
         drop(stage);
         send.send(()).unwrap();
     });
-    eventually("release", || reader.is_idle().unwrap());
+    wait_for("release", || reader.is_idle().unwrap());
     assert!(gone.try_recv().is_err() || subject.fake.is_none(), "the publisher's stream was held back");
     assert_eq!(sample.completion(), Completion::Lost);
     // The second was never written, and is not delivered.

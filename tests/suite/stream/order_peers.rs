@@ -2,21 +2,16 @@
 //!
 //! `VMMFD_TEST_KILLS=200` sets the number of processes in each test, `VMMFD_TEST_PUBLICATIONS=10000` the number of publications.
 
-use std::{
-    env,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::sync::atomic::AtomicUsize;
 
-use nix::sys::signal::Signal;
 use rand::{RngExt, SeedableRng, rngs::SmallRng};
 use vmmfd::{
     driver::Stream,
-    memory::{Allocation, Mapping},
     session::order::{Completion, Timeline},
 };
 
 use super::{peers::Peer, *};
-use crate::support::{Gpu, Kind};
+use crate::support::Gpu;
 
 cases! {
     on crate::support::Subject;
@@ -227,7 +222,7 @@ fn lose_subscribers(subject: &Subject, signal: Signal) {
     });
     drop(healthy);
     let free = 2 * AT_ONCE as u64 + 6;
-    eventually("free buffers", || publisher.stats().unwrap().free == free);
+    wait_for("free buffers", || publisher.stats().unwrap().free == free);
     writer.synchronize().unwrap();
 }
 

@@ -1,22 +1,13 @@
 //! Peers in processes of their own, which are stopped and killed.
 
 use std::{
-    collections::BTreeSet,
-    env, fs,
     io::{BufRead, BufReader},
-    process::{Child, ChildStdout, Command, Stdio},
+    process::{Child, ChildStdout},
 };
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
-use std::os::fd::AsFd;
-use vmmfd::channel::Channel;
 
 use super::*;
-use crate::support::{in_child, in_fork};
 
 /// The role of a peer process, the socket's path, and the number of samples that it keeps.
 const ROLE: &str = "VMMFD_TEST_STREAM_PEER";
@@ -70,7 +61,7 @@ impl Peer {
     pub(super) fn stop(&self) {
         self.signal(Signal::SIGSTOP);
         let state = || fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
-        eventually("stop", || state().rsplit(") ").next().unwrap().starts_with('T'));
+        wait_for("stop", || state().rsplit(") ").next().unwrap().starts_with('T'));
     }
 }
 
@@ -166,7 +157,7 @@ fn fork_of_a_killed_publisher_hides_no_crash() {
     let peer = Peer::start("publisher", &path, 1);
     let subscriber = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
     take(&subscriber);
-    eventually("a fork", || !children(peer.pid()).is_empty());
+    wait_for("a fork", || !children(peer.pid()).is_empty());
     let forks = children(peer.pid());
     drop(peer);
     let readable = || {
@@ -300,9 +291,9 @@ fn kill_subscribers() -> String {
     }
     peers.clear();
     stage.until_free(11);
-    eventually("the end of all", || stage.stats().subscribers.len() == 1);
+    wait_for("the end of all", || stage.stats().subscribers.len() == 1);
     drop((healthy, stage));
-    eventually("the end of the thread", || counts() == before);
+    wait_for("the end of the thread", || counts() == before);
     String::new()
 }
 
@@ -323,6 +314,6 @@ fn serve_128() -> String {
         subscribers.iter().for_each(|subscriber| assert_eq!(take(subscriber).number(), u64::from(number)));
     }
     drop((subscribers, stages));
-    eventually("the end of the thread", || counts() == before);
+    wait_for("the end of the thread", || counts() == before);
     String::new()
 }

@@ -6,7 +6,6 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmmfd::{channel::Channel, memory::Device};
 
 use super::*;
-use crate::support::Fault;
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -340,7 +339,7 @@ fn everything(subject: &Subject, device: &Device) -> Result<()> {
         publisher.admit(ours)?;
         let options = SubscribeOptions::default().history(1);
         let subscriber = Subscriber::over(theirs, &subject.driver, None, &options, &Config::default())?;
-        eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
+        wait_for("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
         let loan = publisher.loan(LIMIT)?;
         loan.copy_in(0, &[round; 16])?;
         loan.publish(&[round])?;
@@ -348,7 +347,7 @@ fn everything(subject: &Subject, device: &Device) -> Result<()> {
         sample.copy_out(0, &mut [0])?;
         sample.give_back()?;
         drop(subscriber);
-        eventually("the end", || publisher.stats().unwrap().subscribers.is_empty());
+        wait_for("the end", || publisher.stats().unwrap().subscribers.is_empty());
     }
     publisher.finish(LIMIT).map(drop)
 }

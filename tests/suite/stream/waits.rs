@@ -1,10 +1,5 @@
 //! The table of waits in docs/streams.md: each call with a stopped peer ends at its limit.
 
-use std::sync::Mutex;
-
-use nix::sys::signal::Signal;
-use vmmfd::channel::Cancel;
-
 use super::{peers::Peer, *};
 
 /// Runs a call that waits for a stopped peer, and asserts that it ends after its limit and not much later.
@@ -22,7 +17,7 @@ fn calls_of_a_publisher_are_bounded() {
     let subject = Subject::host();
     let stage = Stage::new(&subject, &PublishOptions::fixed(16, 6).every(LIMIT));
     let peer = Peer::start("every", &stage.path, 0);
-    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
+    wait_for("a subscriber", || stage.stats().subscribers.len() == 1);
     peer.stop();
     stage.publish_all(1..=3);
     assert!(is_timeout(&bounded(SHORT, || stage.publisher.loan(SHORT))));
@@ -41,7 +36,7 @@ fn finish_is_bounded() {
     let subject = Subject::host();
     let stage = Stage::fixed(&subject, 6);
     let peer = Peer::start("latest", &stage.path, 0);
-    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
+    wait_for("a subscriber", || stage.stats().subscribers.len() == 1);
     peer.stop();
     stage.publish_all(1..=4);
     let stats = bounded(SHORT, || stage.publisher.finish(SHORT).unwrap());
