@@ -1,15 +1,14 @@
 //! Events, including events shared by several processes.
 //!
-//! An event is a memfd with one byte for each recording. Another process of the same user opens it as `/proc/PID/fd/N`. Calls are
-//! synchronous here, so recorded work is always finished.
+//! An event is an empty memfd. Another process of the same user opens it as `/proc/PID/fd/N`. Calls are synchronous here, so recorded work is
+//! always finished.
 
 use std::{
     collections::BTreeMap,
     ffi::{CStr, c_char, c_int, c_uint, c_void},
-    fs::{self, File, OpenOptions},
-    io::Write,
+    fs::{self, File},
     os::{
-        fd::{AsRawFd, FromRawFd, OwnedFd},
+        fd::{AsRawFd, FromRawFd},
         unix::fs::MetadataExt,
     },
     process,
@@ -18,7 +17,7 @@ use std::{
 
 use crate::{
     Answer, controls,
-    numbers::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, UNKNOWN},
+    numbers::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, UNKNOWN, packed, unpacked},
 };
 
 const MAP_FAILED: u32 = 205;
@@ -44,8 +43,7 @@ pub(crate) struct Events {
 }
 
 struct Event {
-    /// Open for appending.
-    records: File,
+    file: File,
     device: c_int,
     shared: bool,
     opened: bool,
@@ -54,7 +52,7 @@ struct Event {
     recorded: Option<Instant>,
 }
 
-/// The 64 bytes of a handle: four numbers, then zeros.
+/// The 64 bytes of a handle.
 struct Ticket {
     pid: u64,
     fd: u64,
@@ -65,27 +63,19 @@ const MAGIC: u64 = u64::from_le_bytes(*b"fakeEVT\x01");
 
 impl Ticket {
     fn bytes(&self) -> [u8; 64] {
-        let mut bytes = [0; 64];
-        let numbers = [MAGIC, self.pid, self.fd, self.inode];
-        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
-        bytes
+        packed([MAGIC, self.pid, self.fd, self.inode, 0, 0, 0, 0])
     }
 
     fn read(bytes: &[u8; 64]) -> Answer<Self> {
-        let number = |at: usize| bytes[8 * at..8 * at + 8].iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
-        if number(0) != MAGIC || bytes[32..] != [0; 32] {
-            return Err(INVALID_VALUE);
+        match unpacked(bytes) {
+            [MAGIC, pid, fd, inode, 0, 0, 0, 0] => Ok(Self { pid, fd, inode }),
+            _ => Err(INVALID_VALUE),
         }
-        Ok(Self { pid: number(1), fd: number(2), inode: number(3) })
     }
 }
 
 fn user(process: &str) -> Answer<u32> {
     fs::metadata(format!("/proc/{process}")).map(|metadata| metadata.uid()).map_err(|_| INVALID_HANDLE)
-}
-
-fn appending(path: String) -> Answer<File> {
-    OpenOptions::new().read(true).append(true).open(path).map_err(|_| INVALID_HANDLE)
 }
 
 impl Events {
@@ -121,10 +111,9 @@ impl Events {
             return Err(UNKNOWN);
         }
         // SAFETY: it was just opened, and has no other owner.
-        let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let records = appending(format!("/proc/self/fd/{}", memfd.as_raw_fd()))?;
+        let file = unsafe { File::from_raw_fd(fd) };
         let timed = flags & DISABLE_TIMING == 0;
-        Ok(self.add(Event { records, device, shared, opened: false, timed, recorded: None }))
+        Ok(self.add(Event { file, device, shared, opened: false, timed, recorded: None }))
     }
 
     pub(crate) fn export(&self, event: *mut c_void) -> Answer<[u8; 64]> {
@@ -133,8 +122,8 @@ impl Events {
         if !event.shared || event.opened {
             return Err(INVALID_HANDLE);
         }
-        let inode = event.records.metadata().map_err(|_| UNKNOWN)?.ino();
-        let fd = event.records.as_raw_fd() as u64;
+        let inode = event.file.metadata().map_err(|_| UNKNOWN)?.ino();
+        let fd = event.file.as_raw_fd() as u64;
         Ok(Ticket { pid: process::id().into(), fd, inode }.bytes())
     }
 
@@ -146,11 +135,11 @@ impl Events {
         if controls::settings().events_fail || user(&ticket.pid.to_string())? != user("self")? {
             return Err(MAP_FAILED);
         }
-        let records = appending(format!("/proc/{}/fd/{}", ticket.pid, ticket.fd))?;
-        if records.metadata().map_err(|_| UNKNOWN)?.ino() != ticket.inode {
+        let file = File::open(format!("/proc/{}/fd/{}", ticket.pid, ticket.fd)).map_err(|_| INVALID_HANDLE)?;
+        if file.metadata().map_err(|_| UNKNOWN)?.ino() != ticket.inode {
             return Err(INVALID_HANDLE);
         }
-        Ok(self.add(Event { records, device, shared: true, opened: true, timed: false, recorded: None }))
+        Ok(self.add(Event { file, device, shared: true, opened: true, timed: false, recorded: None }))
     }
 
     /// Fails for a stream of another device.
@@ -160,7 +149,7 @@ impl Events {
             return Err(INVALID_HANDLE);
         }
         event.recorded = Some(Instant::now());
-        (&event.records).write_all(&[1]).map_err(|_| UNKNOWN)
+        Ok(())
     }
 
     /// Recorded work is always finished.

@@ -1,8 +1,7 @@
 //! Memory of `cuMemAlloc` and of pools, page-locked memory, and sharing without a descriptor for each allocation.
 //!
-//! Blocks are allocated in arenas: small blocks next to each other, a large block in its own arena. An arena is host memory with an open
-//! descriptor, so that another process of the same user opens it as `/proc/PID/fd/N`. After its data it has one more unit with a secret
-//! number for each live block, which identifies stale handles.
+//! Each block is host memory with an open descriptor, so that another process of the same user opens it as `/proc/PID/fd/N`. A freed block has
+//! none, which shows stale handles.
 
 use std::{
     alloc::{Layout, alloc, dealloc},
@@ -26,15 +25,12 @@ use crate::{
     AccessDesc, Answer, PoolProps,
     numbers::{
         DEVICE, HERE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
-        PINNED, POSIX_FD, UNKNOWN, code,
+        PINNED, POSIX_FD, UNKNOWN, code, packed, unpacked,
     },
 };
 
-/// Sizes of arenas are multiples of it.
+/// The sizes of the memory of blocks are multiples of it.
 const UNIT: u64 = 2 << 20;
-/// The largest block that shares an arena. The sizes of such blocks are multiples of [`STEP`].
-const SMALL: u64 = 1 << 20;
-const STEP: u64 = 512;
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
@@ -48,29 +44,22 @@ unsafe extern "C" {
 pub(crate) struct Ipc {
     host: HostDriver,
     /// By first address.
-    arenas: BTreeMap<u64, Arena>,
     blocks: BTreeMap<u64, Block>,
     pools: BTreeMap<usize, Pool>,
     pools_made: usize,
     page_locked: BTreeMap<usize, Layout>,
 }
 
-struct Arena {
-    handle: Handle,
-    /// The size of the data.
+struct Block {
     size: u64,
+    handle: Handle,
+    /// The size of the memory.
+    whole: u64,
     memfd: File,
     inode: u64,
     /// The number of the owning device.
     owner: u32,
     pool: Option<usize>,
-    foreign: bool,
-}
-
-struct Block {
-    size: u64,
-    arena: u64,
-    secret: u64,
     kind: Kind,
 }
 
@@ -81,6 +70,13 @@ enum Kind {
     Opened(usize),
     Pooled,
     Imported,
+}
+
+impl Block {
+    /// Whether another process allocated it, or this one, which then imported it.
+    fn is_foreign(&self) -> bool {
+        matches!(self.kind, Kind::Opened(_) | Kind::Imported)
+    }
 }
 
 struct Pool {
@@ -94,16 +90,13 @@ struct Pool {
     granted: BTreeSet<c_int>,
 }
 
-/// The 64 bytes of a handle, or of an exported pointer: eight numbers.
+/// The 64 bytes of a handle, or of an exported pointer.
 struct Ticket {
     pid: u32,
     fd: u32,
     inode: u64,
     /// 0 outside of pools.
     pool: u64,
-    slot: u64,
-    secret: u64,
-    offset: u64,
     size: u64,
 }
 
@@ -111,46 +104,22 @@ const MAGIC: u64 = u64::from_le_bytes(*b"fakeIPC\x01");
 
 impl Ticket {
     fn bytes(&self) -> [u8; 64] {
-        let place = u64::from(self.pid) << 32 | u64::from(self.fd);
-        let numbers = [MAGIC, place, self.inode, self.pool, self.slot, self.secret, self.offset, self.size];
-        let mut bytes = [0; 64];
-        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
-        bytes
+        packed([MAGIC, self.pid.into(), self.fd.into(), self.inode, self.pool, self.size, 0, 0])
     }
 
     fn read(bytes: &[u8; 64]) -> Answer<Self> {
-        let number = |at: usize| {
-            let bytes = &bytes[8 * at..8 * at + 8];
-            bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
-        };
-        if number(0) != MAGIC {
-            return Err(INVALID_VALUE);
+        match unpacked(bytes) {
+            [MAGIC, pid, fd, inode, pool, size, ..] => Ok(Self { pid: pid as u32, fd: fd as u32, inode, pool, size }),
+            _ => Err(INVALID_VALUE),
         }
-        Ok(Self {
-            pid: (number(1) >> 32) as u32,
-            fd: number(1) as u32,
-            inode: number(2),
-            pool: number(3),
-            slot: number(4),
-            secret: number(5),
-            offset: number(6),
-            size: number(7),
-        })
     }
 
-    /// Opens the memory, if its process still has it and the block is alive.
+    /// Opens the memory, if its process still has it.
     fn memory(&self) -> Answer<File> {
         let open = OpenOptions::new().read(true).write(true).open(format!("/proc/{}/fd/{}", self.pid, self.fd));
         let memfd = open.map_err(|_| INVALID_VALUE)?;
         let metadata = memfd.metadata().map_err(|_| INVALID_VALUE)?;
-        let data = metadata.size().checked_sub(UNIT).ok_or(INVALID_VALUE)?;
-        let mut secret = [0; 8];
-        let there = metadata.ino() == self.inode
-            && self.slot < UNIT / 8
-            && memfd.read_exact_at(&mut secret, data + 8 * self.slot).is_ok()
-            && u64::from_le_bytes(secret) == self.secret
-            && self.offset < data;
-        if there { Ok(memfd) } else { Err(INVALID_VALUE) }
+        if metadata.ino() == self.inode && self.size <= metadata.size() { Ok(memfd) } else { Err(INVALID_VALUE) }
     }
 
     /// Whether the ticket's process is gone. A zombie has no executable.
@@ -167,7 +136,6 @@ impl Ipc {
     pub(crate) fn new() -> vmmfd::Result<Self> {
         Ok(Self {
             host: HostDriver::new()?,
-            arenas: BTreeMap::new(),
             blocks: BTreeMap::new(),
             pools: BTreeMap::new(),
             pools_made: 0,
@@ -182,85 +150,51 @@ impl Ipc {
 
     /// The size of a device's memory that this process allocated.
     pub(crate) fn held(&self, owner: u32) -> u64 {
-        self.arenas.values().filter(|arena| !arena.foreign && arena.owner == owner).map(|arena| arena.size).sum()
+        self.blocks.values().filter(|block| !block.is_foreign() && block.owner == owner).map(|block| block.whole).sum()
     }
 
     // The memory
 
-    fn add_arena(&mut self, handle: Handle, size: u64, memfd: File, arena: (u32, Option<usize>, bool)) -> Answer<u64> {
-        let (owner, pool, foreign) = arena;
-        let whole = size + UNIT;
+    /// Maps memory as a block.
+    fn add(&mut self, handle: Handle, memfd: File, size: u64, of: (u32, Option<usize>, Kind)) -> Answer<u64> {
+        let (owner, pool, kind) = of;
+        let metadata = memfd.metadata().map_err(|_| UNKNOWN)?;
+        let (whole, inode) = (metadata.size(), metadata.ino());
         let address = self.host.reserve(whole, 0).map_err(code)?;
         let mapped = self.host.map(address, whole, 0, handle);
         mapped.and_then(|()| self.host.set_access(address, whole, HERE, Some(Access::ReadWrite))).map_err(code)?;
-        let inode = memfd.metadata().map_err(|_| UNKNOWN)?.ino();
-        self.arenas.insert(address, Arena { handle, size, memfd, inode, owner, pool, foreign });
+        self.blocks.insert(address, Block { size, handle, whole, memfd, inode, owner, pool, kind });
         Ok(address)
-    }
-
-    fn new_arena(&mut self, size: u64, owner: u32, pool: Option<usize>) -> Answer<u64> {
-        let size = size.checked_next_multiple_of(UNIT).filter(|size| *size < u64::MAX - UNIT).ok_or(OUT_OF_MEMORY)?;
-        let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
-        let handle = self.host.create(size + UNIT, &properties).map_err(code)?;
-        let memfd = self.host.export(handle).map_err(code)?;
-        mark(&memfd, 0, owner)?;
-        self.add_arena(handle, size, memfd.into(), (owner, pool, false))
-    }
-
-    /// Finds a free range for a small block in an existing arena.
-    fn room(&self, size: u64, owner: u32, pool: Option<usize>) -> Option<(u64, u64)> {
-        let mut own =
-            self.arenas.iter().filter(|(_, arena)| !arena.foreign && arena.owner == owner && arena.pool == pool);
-        own.find_map(|(&start, arena)| {
-            let inside = self.blocks.range(start..start + arena.size);
-            // A large block does not share its arena.
-            if inside.clone().any(|(_, block)| block.size > SMALL) {
-                return None;
-            }
-            let mut free = start;
-            for (&taken, block) in inside {
-                if taken - free >= size {
-                    break;
-                }
-                free = taken + block.size.next_multiple_of(STEP);
-            }
-            (free + size <= start + arena.size).then_some((start, free))
-        })
     }
 
     fn allocate_block(&mut self, size: u64, owner: u32, pool: Option<usize>) -> Answer<u64> {
-        let beside = if size <= SMALL { self.room(size, owner, pool) } else { None };
-        let (arena, address) = match beside {
-            Some(found) => found,
-            None => self.new_arena(size, owner, pool).map(|arena| (arena, arena))?,
-        };
+        let whole = size.checked_next_multiple_of(UNIT).ok_or(OUT_OF_MEMORY)?;
+        let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
+        let handle = self.host.create(whole, &properties).map_err(code)?;
+        let memfd = self.host.export(handle).map_err(code)?;
+        mark(&memfd, 0, owner)?;
         let kind = if pool.is_some() { Kind::Pooled } else { Kind::Allocated };
-        let block = Block { size, arena, secret: random(), kind };
-        self.write_secret(address, &block, block.secret)?;
-        self.blocks.insert(address, block);
-        Ok(address)
+        self.add(handle, memfd.into(), size, (owner, pool, kind))
     }
 
-    fn write_secret(&self, address: u64, block: &Block, secret: u64) -> Answer {
-        let arena = &self.arenas[&block.arena];
-        let at = arena.size + 8 * ((address - block.arena) / STEP);
-        arena.memfd.write_all_at(&secret.to_le_bytes(), at).map_err(|_| UNKNOWN)
+    /// The address of another process's block, which is mapped once.
+    fn foreign_block(&mut self, ticket: &Ticket, of: (u32, Option<usize>, Kind)) -> Answer<u64> {
+        let memfd = ticket.memory()?;
+        let is_it = |block: &Block| block.is_foreign() && (block.inode, block.pool) == (ticket.inode, of.1);
+        if let Some((&address, _)) = self.blocks.iter().find(|(_, block)| is_it(block)) {
+            return Ok(address);
+        }
+        let whole = memfd.metadata().map_err(|_| INVALID_VALUE)?.size();
+        let handle = self.host.import(memfd.as_fd(), whole).map_err(code)?;
+        self.add(handle, memfd, ticket.size, of)
     }
 
-    /// Removes a block, and its arena with the last block. Other processes that have the memory open keep it.
+    /// Removes a block. Other processes that have the memory open keep it.
     fn drop_block(&mut self, address: u64) -> Answer {
         let block = self.blocks.remove(&address).ok_or(INVALID_VALUE)?;
-        if matches!(block.kind, Kind::Allocated | Kind::Pooled) {
-            self.write_secret(address, &block, 0)?;
-        }
-        if self.blocks.values().any(|other| other.arena == block.arena) {
-            return Ok(());
-        }
-        let arena = self.arenas.remove(&block.arena).ok_or(UNKNOWN)?;
-        let whole = arena.size + UNIT;
-        self.host.unmap(block.arena, whole).map_err(code)?;
-        self.host.free(block.arena, whole).map_err(code)?;
-        self.host.release(arena.handle).map_err(code)
+        self.host.unmap(address, block.whole).map_err(code)?;
+        self.host.free(address, block.whole).map_err(code)?;
+        self.host.release(block.handle).map_err(code)
     }
 
     fn block(&self, address: u64) -> Option<(u64, &Block)> {
@@ -270,7 +204,7 @@ impl Ipc {
 
     /// The number of the device that owns an address, if this module allocated it.
     pub(crate) fn owner(&self, address: u64) -> Option<u32> {
-        self.block(address).map(|(_, block)| self.arenas[&block.arena].owner)
+        self.block(address).map(|(_, block)| block.owner)
     }
 
     /// `cuMemGetAddressRange`, for memory of this module.
@@ -281,39 +215,17 @@ impl Ipc {
     /// The backend for a copy that starts in this module's memory, if the copy is allowed.
     pub(crate) fn copy(&self, device: c_int, peers: bool, address: u64, size: u64) -> Option<Answer<&HostDriver>> {
         let (start, block) = self.block(address)?;
-        let arena = &self.arenas[&block.arena];
-        let granted = match arena.pool {
+        let granted = match block.pool {
             Some(pool) => self.pools.get(&pool).is_some_and(|pool| pool.granted.contains(&device)),
-            None => peers || i64::from(arena.owner) == i64::from(device),
+            None => peers || i64::from(block.owner) == i64::from(device),
         };
         let whole = size <= block.size - (address - start);
         Some(if granted && whole { Ok(&self.host) } else { Err(INVALID_VALUE) })
     }
 
-    fn ticket(&self, start: u64, pool: u64) -> Answer<[u8; 64]> {
-        let block = &self.blocks[&start];
-        let arena = &self.arenas[&block.arena];
-        let offset = start - block.arena;
-        let fd = arena.memfd.as_raw_fd() as u32;
-        let inode = arena.inode;
-        let secret = block.secret;
-        let slot = offset / STEP;
-        let size = block.size;
-        Ok(Ticket { pid: process::id(), fd, inode, pool, slot, secret, offset, size }.bytes())
-    }
-
-    /// The address of another process's arena, which is mapped once for all its blocks.
-    fn foreign_arena(&mut self, ticket: &Ticket, memfd: File, owner: u32, pool: Option<usize>) -> Answer<u64> {
-        let known = self.arenas.iter().find(|(_, arena)| {
-            let same = (arena.inode, arena.pool) == (ticket.inode, pool);
-            arena.foreign && same
-        });
-        if let Some((&address, _)) = known {
-            return Ok(address);
-        }
-        let whole = memfd.metadata().map_err(|_| INVALID_VALUE)?.size();
-        let handle = self.host.import(memfd.as_fd(), whole).map_err(code)?;
-        self.add_arena(handle, whole - UNIT, memfd, (owner, pool, true))
+    fn ticket(&self, start: u64, pool: u64) -> [u8; 64] {
+        let Block { ref memfd, inode, size, .. } = self.blocks[&start];
+        Ticket { pid: process::id(), fd: memfd.as_raw_fd() as u32, inode, pool, size }.bytes()
     }
 
     // Legacy handles
@@ -331,7 +243,7 @@ impl Ipc {
 
     pub(crate) fn handle(&self, address: u64) -> Answer<[u8; 64]> {
         match self.block(address) {
-            Some((start, block)) if block.kind == Kind::Allocated => self.ticket(start, 0),
+            Some((start, block)) if block.kind == Kind::Allocated => Ok(self.ticket(start, 0)),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -352,14 +264,11 @@ impl Ipc {
         if ticket.is_orphan() {
             return Err(INVALID_HANDLE);
         }
-        let memfd = ticket.memory()?;
-        let owner = marked(memfd.metadata().map_err(|_| INVALID_VALUE)?.mode());
+        let owner = marked(ticket.memory()?.metadata().map_err(|_| INVALID_VALUE)?.mode());
         visible(owner)?;
-        let arena = self.foreign_arena(&ticket, memfd, owner, None)?;
-        let address = arena + ticket.offset;
-        let block = Block { size: ticket.size, arena, secret: 0, kind: Kind::Opened(0) };
-        match &mut self.blocks.entry(address).or_insert(block).kind {
-            Kind::Opened(count) => *count += 1,
+        let address = self.foreign_block(&ticket, (owner, None, Kind::Opened(0)))?;
+        match self.blocks.get_mut(&address).map(|block| &mut block.kind) {
+            Some(Kind::Opened(count)) => *count += 1,
             _ => return Err(UNKNOWN),
         }
         Ok(address)
@@ -426,7 +335,7 @@ impl Ipc {
 
     pub(crate) fn destroy_pool(&mut self, pool: *mut c_void) -> Answer {
         let (number, _) = self.pool(pool)?;
-        if self.arenas.values().any(|arena| arena.pool == Some(number)) {
+        if self.blocks.values().any(|block| block.pool == Some(number)) {
             return Err(INVALID_VALUE);
         }
         self.pools.remove(&number);
@@ -509,9 +418,9 @@ impl Ipc {
 
     pub(crate) fn export_pointer(&self, address: u64) -> Answer<[u8; 64]> {
         let block = self.blocks.get(&address).filter(|block| block.kind == Kind::Pooled).ok_or(INVALID_VALUE)?;
-        let pool = self.arenas[&block.arena].pool.and_then(|pool| self.pools.get(&pool));
+        let pool = block.pool.and_then(|pool| self.pools.get(&pool));
         let pool = pool.filter(|pool| pool.exported).ok_or(INVALID_VALUE)?;
-        self.ticket(address, pool.id)
+        Ok(self.ticket(address, pool.id))
     }
 
     pub(crate) fn import_pointer(&mut self, pool: *mut c_void, data: &[u8; 64]) -> Answer<u64> {
@@ -521,10 +430,7 @@ impl Ipc {
             return Err(INVALID_VALUE);
         }
         let owner = found.owner;
-        let arena = self.foreign_arena(&ticket, ticket.memory()?, owner, Some(number))?;
-        let address = arena + ticket.offset;
-        self.blocks.entry(address).or_insert(Block { size: ticket.size, arena, secret: 0, kind: Kind::Imported });
-        Ok(address)
+        self.foreign_block(&ticket, (owner, Some(number), Kind::Imported))
     }
 
     // Page-locked memory

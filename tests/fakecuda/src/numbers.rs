@@ -52,3 +52,18 @@ pub(crate) fn code(error: Error) -> u32 {
         _ => UNKNOWN,
     }
 }
+
+/// The bytes of a handle that another process opens.
+pub(crate) fn packed(numbers: [u64; 8]) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+    bytes
+}
+
+/// The numbers of a handle.
+pub(crate) fn unpacked(bytes: &[u8; 64]) -> [u64; 8] {
+    let mut numbers = [0; 8];
+    let bytes = bytes.as_chunks().0;
+    numbers.iter_mut().zip(bytes).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
+    numbers
+}
