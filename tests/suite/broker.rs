@@ -13,10 +13,7 @@ use crate::support::{
 };
 
 cases! {
-    on crate::support::Subject; host and cuda: [
-    large_array_table_travels_in_memfd,
-    ]
-    gpus alone: [
+    on crate::support::Subject; gpus alone: [
     pools_and_legacy_memory_are_refused,
     report_of_false_claim_keeps_the_version,
     ]
@@ -71,38 +68,6 @@ fn parts_of_eight_devices_are_published_together() {
     let one = client.get(&Get::new("model").parts(["rank3"])).unwrap();
     assert_eq!(one.parts().iter().map(|part| part.name()).collect::<Vec<_>>(), ["rank3"]);
     assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Lacks);
-}
-
-fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
-    let float: ElementType = "float32".parse().unwrap();
-    let mut array = ArrayDescriptor::new(float, [elements], Order::C).unwrap();
-    array.offset = offset;
-    ArrayEntry::new(name, array)
-}
-
-fn large_array_table_travels_in_memfd(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), &subject.driver);
-    let client = broker.client();
-    let memory = filled(driver, 2 * MIB, None, 5);
-    let arrays: Vec<ArrayEntry> = (0..20_000).map(|at| entry(&format!("layers.{at}.weight"), 4, at * 64)).collect();
-    let metadata = json!({"engine": "test", "note": "x".repeat(200_000)}).as_object().unwrap().clone();
-    let part = PutPart::of("all", &memory).unwrap().arrays(arrays.clone()).digest("sum:1");
-    client.put(&Put::new("big").metadata(metadata.clone()).part(part)).unwrap();
-    let lease = client.get(&Get::new("big")).unwrap();
-    assert!(lease.part("all").unwrap().arrays() == arrays && lease.metadata().unwrap() == metadata);
-    let info = client.stat("big", None).unwrap();
-    assert!(info.version.summary.arrays == 20_000 && info.metadata == metadata);
-    let object = client.get(&Get::new("big").arrays(["layers.19999.weight"])).unwrap().open(driver, None).unwrap();
-    assert_eq!(object.array("layers.19999.weight").unwrap().element(&[3]).unwrap(), [5; 4]);
-    let expect = json!({"engine": "other", "layout": 2}).as_object().unwrap().clone();
-    let (_, message) = refused(client.get(&Get::new("big").expect(expect)));
-    assert!(message.contains("engine is \"test\", not \"other\"; layout is missing, expected 2"), "{message}");
-    assert!(client.get(&Get::new("big").digest("all", "sum:1")).is_ok());
-    assert_eq!(refused(client.get(&Get::new("big").digest("all", "sum:2"))).0, RefusalCode::Differs);
-    // A table of the same length: the client must not use the previous version's.
-    let arrays: Vec<ArrayEntry> = arrays.into_iter().rev().collect();
-    client.put(&Put::new("big").replace().part(PutPart::of("all", &memory).unwrap().arrays(arrays.clone()))).unwrap();
-    assert!(client.get(&Get::new("big")).unwrap().part("all").unwrap().arrays() == arrays);
 }
 
 fn pools_and_legacy_memory_are_refused(subject: Subject) {

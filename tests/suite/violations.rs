@@ -186,20 +186,12 @@ fn changed(body: &Value, path: &str, value: Value) -> Value {
     body
 }
 
-#[test]
-fn consumer_refuses_each_violation() {
-    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-    let memory = Material::of(&filled(&driver, 4 * MIB, Some(2 * MIB), 1));
-    let fds = memory.fds();
-    let whole = json!({"object": "default", "memory": memory.memory, "access": "ro",
-        "part": {"first": 0, "segments": 2, "offset": 0, "size": 4 * MIB}});
-    let offer = record(3, &whole.to_string(), 0);
-    let hello = record(1, HELLO, 0);
-    let (greeted, offered) = ([hello.clone()], [hello.clone(), offer.clone()]);
-    let segments =
-        |first: u64, sizes: &[u64], fds: u32| record(4, &json!({"first": first, "sizes": sizes}).to_string(), fds);
-    let (half, verdict) = (2 * MIB, record(6, r#"{"verified":true}"#, 0));
-    let mut cases = of_any_record(7, "{}", &greeted);
+fn segments(first: u64, sizes: &[u64], fds: u32) -> Vec<u8> {
+    record(4, &json!({"first": first, "sizes": sizes}).to_string(), fds)
+}
+
+/// Offers that contradict themselves, or the protocol.
+fn contradicting_offers(whole: &Value) -> Vec<Violation> {
     let offers: [(&str, &str, Value); 19] = [
         ("offer without memory", "/memory", json!(null)),
         ("offer of another object", "/object", json!("x")),
@@ -225,9 +217,66 @@ fn consumer_refuses_each_violation() {
         ("part of no segments", "/part/segments", json!(0)),
         ("array beyond the memory", "/array", json!({"dtype": "uint8", "shape": [4 * MIB + 1]})),
     ];
-    cases.extend(offers.into_iter().map(|(name, path, value)| {
-        violation(name, &greeted, record(3, &changed(&whole, path, value).to_string(), 0), 0, "protocol")
-    }));
+    let wrong = offers.into_iter().map(|(name, path, value)| {
+        let offer = record(3, &changed(whole, path, value).to_string(), 0);
+        violation(name, &[record(1, HELLO, 0)], offer, 0, "protocol")
+    });
+    wrong.collect()
+}
+
+/// Offers that are refused once the segments are there.
+fn unusable_offers(whole: &Value) -> Vec<Violation> {
+    let by_pointer = |mechanism: &str, pool: Value| {
+        let pointer = json!("00".repeat(64));
+        let memory = [("mechanism", json!(mechanism)), ("pool", pool), ("pointer", pointer), ("segments", json!(0))];
+        memory.into_iter().fold(changed(whole, "/part", json!(null)), |offer, (field, value)| {
+            changed(&offer, &format!("/memory/{field}"), value)
+        })
+    };
+    let huge = json!(1u64 << 46);
+    let offers = [
+        (
+            "more memory than there is",
+            changed(&changed(whole, "/memory/mapped_size", huge.clone()), "/part/size", huge),
+            "failed",
+        ),
+        ("pool on the host backend", by_pointer("pool", json!(1)), "failed"),
+        ("legacy memory on the host backend", by_pointer("legacy", json!(null)), "failed"),
+        ("digest of another kind", changed(whole, "/check", json!({"digest": "sha256:00"})), "failed"),
+        (
+            "digest and pattern",
+            changed(whole, "/check", json!({"salt": 3, "digest": format!("blake3:{}", "0".repeat(64))})),
+            "protocol",
+        ),
+        ("reply without a pattern", changed(whole, "/check", json!({"reply_salt": 7})), "protocol"),
+        (
+            "absent device",
+            changed(whole, "/memory/device/uuid", json!("00000000-1111-2222-3333-444444444444")),
+            "device",
+        ),
+    ];
+    let unusable = offers.into_iter().map(|(name, offer, code)| {
+        let half = offer["memory"]["mapped_size"].as_u64().unwrap() / 2;
+        let before = [record(1, HELLO, 0), record(3, &offer.to_string(), 0)];
+        violation(name, &before, segments(0, &[half; 2], 2), 2, code)
+    });
+    unusable.collect()
+}
+
+#[test]
+fn consumer_refuses_each_violation() {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let memory = Material::of(&filled(&driver, 4 * MIB, Some(2 * MIB), 1));
+    let fds = memory.fds();
+    let whole = json!({"object": "default", "memory": memory.memory, "access": "ro",
+        "part": {"first": 0, "segments": 2, "offset": 0, "size": 4 * MIB}});
+    let offer = record(3, &whole.to_string(), 0);
+    let hello = record(1, HELLO, 0);
+    let (greeted, offered) = ([hello.clone()], [hello.clone(), offer.clone()]);
+    let (half, verdict) = (2 * MIB, record(6, r#"{"verified":true}"#, 0));
+    let mut cases = of_any_record(7, "{}", &greeted);
+    cases.extend(contradicting_offers(&whole));
+    cases.extend(unusable_offers(&whole));
     cases.extend([
         violation("offer before hello", &[], offer.clone(), 0, "protocol"),
         violation("second hello", &greeted, hello, 0, "protocol"),
@@ -248,39 +297,6 @@ fn consumer_refuses_each_violation() {
         violation("size that differs from the descriptor", &offered, segments(0, &[MIB, 3 * MIB], 2), 2, "protocol"),
         violation("result before the segments", &offered, verdict, 0, "protocol"),
     ]);
-    let by_pointer = |mechanism: &str, pool: Value| {
-        let pointer = json!("00".repeat(64));
-        let memory = [("mechanism", json!(mechanism)), ("pool", pool), ("pointer", pointer), ("segments", json!(0))];
-        memory.into_iter().fold(changed(&whole, "/part", json!(null)), |offer, (field, value)| {
-            changed(&offer, &format!("/memory/{field}"), value)
-        })
-    };
-    let huge = json!(1u64 << 46);
-    for (name, offer, code) in [
-        (
-            "more memory than there is",
-            changed(&changed(&whole, "/memory/mapped_size", huge.clone()), "/part/size", huge),
-            "failed",
-        ),
-        ("pool on the host backend", by_pointer("pool", json!(1)), "failed"),
-        ("legacy memory on the host backend", by_pointer("legacy", json!(null)), "failed"),
-        ("digest of another kind", changed(&whole, "/check", json!({"digest": "sha256:00"})), "failed"),
-        (
-            "digest and pattern",
-            changed(&whole, "/check", json!({"salt": 3, "digest": format!("blake3:{}", "0".repeat(64))})),
-            "protocol",
-        ),
-        ("reply without a pattern", changed(&whole, "/check", json!({"reply_salt": 7})), "protocol"),
-        (
-            "absent device",
-            changed(&whole, "/memory/device/uuid", json!("00000000-1111-2222-3333-444444444444")),
-            "device",
-        ),
-    ] {
-        let half = offer["memory"]["mapped_size"].as_u64().unwrap() / 2;
-        let before = [record(1, HELLO, 0), record(3, &offer.to_string(), 0)];
-        cases.push(violation(name, &before, segments(0, &[half; 2], 2), 2, code));
-    }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let listener = listening(&path, 1);

@@ -9,7 +9,6 @@ cases! {
     padding_is_cleared_and_unreachable,
     forwarded_handle_outlives_all_others,
     false_description_leaves_nothing,
-    invalid_handles_are_refused_unparsed,
     unsupported_memory_is_refused,
     sealed_memory_is_read_only,
     failure_at_any_call_leaves_nothing,
@@ -200,28 +199,6 @@ fn false_description_leaves_nothing(subject: Subject) {
         let wrong = File::open("/dev/null").unwrap().into();
         assert!(sound.open(&subject.driver, None, vec![wrong], ReadOnly).is_err(), "of something else");
     }
-}
-
-fn invalid_handles_are_refused_unparsed(subject: Subject) {
-    let shared = Shared::create(&subject.device(), spec(1)).unwrap();
-    let (handle, _) = ArrayHandle::of(&shared, bytes(1)).unwrap();
-    let mut json = serde_json::to_value(&handle).unwrap();
-    subject.faulty.take_verbs();
-    // Unknown values are refused, and so is a handle that lacks a field of its mechanism.
-    for (field, value) in [("mechanism", "of the future"), ("location", "of the future"), ("mechanism", "legacy")] {
-        let mut json = json.clone();
-        json["memory"][field] = value.into();
-        assert!(serde_json::from_value::<ArrayHandle>(json).is_err(), "{field} {value}");
-    }
-    // Only memory without segments has a pointer.
-    (json["memory"]["mechanism"], json["memory"]["segments"]) = ("legacy".into(), 0.into());
-    for (pointer, sound) in
-        [("00".repeat(64), true), ("00".repeat(8), false), ("0".repeat(127), false), ("zz".repeat(64), false)]
-    {
-        json["memory"]["pointer"] = pointer.into();
-        assert_eq!(serde_json::from_value::<ArrayHandle>(json.clone()).is_ok(), sound);
-    }
-    assert_eq!(subject.faulty.take_verbs(), [""; 0]);
 }
 
 fn unsupported_memory_is_refused(subject: Subject) {
