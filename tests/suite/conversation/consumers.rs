@@ -1,5 +1,7 @@
 //! The consumer against a handwritten producer.
 
+use vmmfd::memory::Chunk;
+
 use super::*;
 
 /// Runs a handwritten producer that serves one connection.
@@ -31,32 +33,20 @@ fn against_within(
 }
 
 /// Memory filled with a pattern, and its offer.
-fn memory(size: u64, salt: u32) -> (Offer, Arc<Allocation>) {
+fn memory(size: u64, salt: u32) -> (Offer, Arc<Chunk>) {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-    let device = Device::find(&driver, Selector::default()).unwrap();
-    let memory = Allocation::create(&device, size).unwrap();
-    let mapping = Mapping::new(&memory, ReadWrite).unwrap();
-    pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+    let memory = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(size)).unwrap();
+    pattern::fill(&memory, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+    let (part, mut chunks) = memory.chunks(0..size).unwrap().unwrap();
     let offer = Offer {
         object: "default".into(),
-        memory: Memory {
-            mechanism: Mechanism::Vmm,
-            device: vmmfd::wire::DeviceIdentity { uuid: device.uuid(), name: "by hand".into() },
-            location: Placement::Device,
-            size,
-            mapped_size: memory.size(),
-            segments: 1,
-            pool: None,
-            pointer: None,
-            offset: 0,
-            immutable: false,
-        },
+        memory: (&memory.describe().unwrap()).into(),
         array: None,
         access: ReadOnly,
-        part: Some(Run { first: 0, segments: 1, offset: 0, size: memory.size() }),
+        part: Some(part),
         check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
     };
-    (offer, memory)
+    (offer, chunks.remove(0))
 }
 
 fn greet(channel: &mut Channel) {
@@ -91,7 +81,7 @@ fn lost_producer_ends_the_consumer() {
                     greet(channel);
                     channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
                 }
-                _ => lend(channel, &offer, memory.export().unwrap()),
+                _ => lend(channel, &offer, memory.as_fd()),
             },
             |result| assert!(matches!(result, Err(Error::Peer(PeerError::Gone { .. }))), "{stage}: {result:?}"),
         );
@@ -117,7 +107,7 @@ fn producers_disagreement_fails_the_round() {
     let (offer, memory) = memory(100, 3);
     against(
         |channel| {
-            lend(channel, &offer, memory.export().unwrap());
+            lend(channel, &offer, memory.as_fd());
             answer(channel);
             channel.send(&Message::Result(Verdict::unchecked(false)), &[]).unwrap();
         },
@@ -147,7 +137,7 @@ fn mismatch_counts_after_producer_dies() {
     let check = Claim { salt: Some(4), ..Claim::default() }.to_check();
     let wrong = Offer { check: Some(check), ..offer };
     let ended = command_against(&meeting, |channel| {
-        lend(channel, &wrong, memory.export().unwrap());
+        lend(channel, &wrong, memory.as_fd());
         assert!(matches!(answer(channel), (Message::Result(Verdict { verified: false, .. }), _)));
     });
     let report = ended.code(1).json();
@@ -165,7 +155,7 @@ fn command_reports_truncated_descriptors() {
     let mut channel = accepted(&listener);
     greet(&mut channel);
     channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
-    let fds = vec![memory.export().unwrap(); MAX_FDS];
+    let fds = vec![memory.as_fd(); MAX_FDS];
     channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
     assert_eq!(told(&mut channel), ErrorCode::Failed);
     channel.finish(PATIENCE);

@@ -14,9 +14,7 @@ use vmmfd::{
         self,
         handoff::{Findings, fetch},
     },
-    wire::{
-        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Offer, Placement, Received, Request, Run, Segments,
-    },
+    wire::{Busy, ErrorCode, Failure, Hello, MAX_FDS, Offer, Received, Request, Segments},
 };
 use vmmfd_cli::check::{Figures, figures::Claim, pattern::Mismatch};
 
