@@ -7,10 +7,7 @@ use vmmfd::{
     wire::broker::{Follow, HeldTopic, Message, Met, OpenTopic},
 };
 
-use crate::{
-    broker_process::Raw,
-    support::{prelude::*, served::Keeper},
-};
+use crate::support::{prelude::*, served::Keeper};
 
 /// The limit of waits that end earlier.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -48,7 +45,7 @@ fn next(follower: &Follower) -> (String, String) {
         Change::Reset => "reset".to_owned(),
         Change::Ended => "ended".to_owned(),
         Change::Crashed(peer) => {
-            assert_eq!(peer.pid, std::process::id() as i32);
+            assert_eq!(peer.pid, process::id() as i32);
             "crashed".to_owned()
         }
         other => format!("{other:?}"),
@@ -96,7 +93,7 @@ fn followers_meet_publishers_now_and_later() {
     expect(&all, "camera/right", "2");
     let topics = listed(&client);
     let seen = topics.iter().map(|topic| (topic.name.as_str(), topic.pid, topic.epoch, topic.followers));
-    let own = std::process::id() as i32;
+    let own = process::id() as i32;
     let expected = [("camera/left", own, left.epoch(), 1), ("camera/right", own, right.epoch(), 2)];
     assert_eq!(seen.collect::<Vec<_>>(), expected);
     // An end, and another publisher of the topic.
@@ -206,7 +203,7 @@ fn a_stopped_publisher_holds_one_introduction() {
     while met < 20 {
         assert!(begun.elapsed() < LIMIT);
         let (Some((Message::Meet(meet), fds)), "b") = (other.receive().unwrap(), "b") else { panic!() };
-        assert_eq!((meet.name.as_str(), meet.epoch, meet.pid, fds.len()), ("b", 7, std::process::id() as i32, 2));
+        assert_eq!((meet.name.as_str(), meet.epoch, meet.pid, fds.len()), ("b", 7, process::id() as i32, 2));
         other.send(&Message::Met(Met {}), &[]).unwrap();
         met += 1;
         for follower in &followers {

@@ -1,28 +1,14 @@
 //! Streams: publishers and subscribers in one process, in processes that are stopped and killed, and against peers that lie.
 
-use std::{
-    ops::RangeInclusive,
-    path::{Path, PathBuf},
-    sync::Arc,
-    thread,
-    time::{Duration, Instant},
-};
+use std::ops::RangeInclusive;
 
-use tempfile::TempDir;
 use vmmfd::{
-    Error, Result,
+    Result,
     error::{ErrorCode, PeerError},
-    memory::Region,
-    session::{
-        Config,
-        stream::{
-            Event, Policy, PublishOptions, Published, Publisher, PublisherStats, Received, Sample, SubscribeOptions,
-            Subscriber,
-        },
-    },
+    session::stream::{Event, Policy, Published, PublisherStats, Received, Sample},
 };
 
-use crate::support::Subject;
+use crate::support::prelude::*;
 
 mod abuse;
 mod formats;

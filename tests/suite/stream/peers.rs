@@ -184,7 +184,7 @@ fn forks_of_a_publisher_change_nothing() {
     let publisher = Publisher::create(&subject.device(), &PublishOptions::fixed(16, 4), &Config::default()).unwrap();
     publisher.listen(&path).unwrap();
     let subscriber = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
-    eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
+    wait_for("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
     publish(&publisher, 1);
     let sample = take(&subscriber);
     let mut shared = Some((publisher, subscriber, sample));
@@ -198,7 +198,7 @@ fn forks_of_a_publisher_change_nothing() {
     let (publisher, subscriber, sample) = shared.unwrap();
     assert_eq!(publisher.stats().unwrap().free, 3);
     drop(sample);
-    eventually("the buffer", || publisher.stats().unwrap().free == 4);
+    wait_for("the buffer", || publisher.stats().unwrap().free == 4);
     publish(&publisher, 2);
     drop(take(&subscriber));
     let _other = subscribe(&subject, &path, &SubscribeOptions::default()).unwrap();
@@ -209,7 +209,7 @@ fn finish_ends_other_processes() {
     let subject = Subject::host();
     let stage = Stage::fixed(&subject, 6);
     let mut peer = Peer::start("latest", &stage.path, 2);
-    eventually("a subscriber", || stage.stats().subscribers.len() == 1);
+    wait_for("a subscriber", || stage.stats().subscribers.len() == 1);
     stage.publish_all(1..=9);
     let stats = stage.publisher.finish(SHORT).unwrap();
     assert_eq!(stats.published, 9);
@@ -240,7 +240,7 @@ fn inherited_socket_shows_its_process() {
 fn process_with_a_socket() {
     if env::var(ROLE).as_deref() == Ok("socket") {
         let subject = Subject::host();
-        let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+        let socket = io::stdin().as_fd().try_clone_to_owned().unwrap();
         let (options, config) = (SubscribeOptions::default(), Config::default());
         let _subscriber = Subscriber::over(socket, &subject.driver, None, &options, &config).unwrap();
         thread::sleep(LIMIT);

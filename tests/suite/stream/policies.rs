@@ -34,7 +34,7 @@ fn all_subscribers_receive_all_buffers(subject: Subject) {
     let stage = Stage::fixed(&subject, 8);
     let subscribers: Vec<_> = (0..3).map(|_| stage.join(&subject, SubscribeOptions::default().held(2))).collect();
     assert!(subscribers.iter().all(|subscriber| subscriber.epoch() == stage.publisher.epoch()));
-    assert_eq!((subscribers[0].buffer_size(), subscribers[0].peer().pid), (Some(16), std::process::id() as i32));
+    assert_eq!((subscribers[0].buffer_size(), subscribers[0].peer().pid), (Some(16), process::id() as i32));
     let mut last = Duration::ZERO;
     for number in 1..=20 {
         let published = stage.publish(number);
@@ -219,7 +219,7 @@ fn dropped_publisher_is_a_crash(subject: Subject) {
     stage.publish(7);
     drop(stage);
     let sample = take(&subscriber);
-    let own = std::process::id() as i32;
+    let own = process::id() as i32;
     for _ in 0..2 {
         assert!(matches!(subscriber.receive(LIMIT).unwrap(), Received::Crashed(peer) if peer.pid == own));
     }
@@ -258,11 +258,11 @@ fn connected_sockets_carry_streams(subject: Subject) {
     publisher.admit(ours).unwrap();
     let (options, config) = (SubscribeOptions::default(), Config::default());
     let subscriber = Subscriber::over(theirs, &subject.driver, None, &options, &config).unwrap();
-    eventually("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
+    wait_for("a subscriber", || publisher.stats().unwrap().subscribers.len() == 1);
     publish(&publisher, 9);
     assert_eq!(take(&subscriber).user(), [9]);
     assert!(matches!(
-        publisher.admit(std::fs::File::open("/dev/null").unwrap().into()),
+        publisher.admit(File::open("/dev/null").unwrap().into()),
         Err(Error::System { .. } | Error::Socket(_))
     ));
 }
@@ -295,18 +295,18 @@ fn descriptors_show_what_is_ready(subject: Subject) {
     let publisher = &stage.publisher;
     assert!(!readable(publisher.as_fd()));
     let subscriber = subscribe(&subject, &stage.path, &SubscribeOptions::default().policy(Policy::Every)).unwrap();
-    eventually("an event", || readable(publisher.as_fd()));
+    wait_for("an event", || readable(publisher.as_fd()));
     while publisher.event().is_some() {}
     assert!(!readable(publisher.as_fd()) && !readable(subscriber.as_fd()));
     stage.publish_all(1..=2);
     assert!(readable(subscriber.as_fd()) && publisher.try_loan().unwrap().is_none() && !readable(publisher.as_fd()));
     drop(take(&subscriber));
     // Whichever thread has read the record.
-    eventually("room", || readable(publisher.as_fd()) && publisher.try_loan().unwrap().is_some());
+    wait_for("room", || readable(publisher.as_fd()) && publisher.try_loan().unwrap().is_some());
     stage.publish(3);
     assert!(publisher.try_loan().unwrap().is_none());
     drop(take(&subscriber));
-    eventually("room", || readable(publisher.as_fd()) && publisher.try_loan().unwrap().is_some());
+    wait_for("room", || readable(publisher.as_fd()) && publisher.try_loan().unwrap().is_some());
 }
 
 fn misuse_is_refused(subject: Subject) {
