@@ -29,8 +29,9 @@
 //! | `Succeed` | next keeper | hand over to it, and exit once it serves |
 //! | `Listener` | keeper | the listening socket, for the next keeper |
 //!
-//! The server answers a put, a delete or a recall once the keeper has returned the `Sync` after it. The keeper reads a closed connection to
-//! the last message before it serves the next server, and drops an entry whose last piece is missing.
+//! The server answers a put, a delete or a recall once the kernel has queued its last record at the socket of a keeper that has everything
+//! else. The keeper reads a closed connection to the last message before it serves the next server or exits, and drops an entry whose last
+//! piece is missing. So the keeper has the record if the server is killed, and the server has it if the keeper is killed before it reads.
 //!
 //! Two processes hold everything at every instant, unless one has just been killed. While no server is connected, and before it answers the
 //! `Sync` of a server that leaves, the keeper has a *twin*: a fork that waits, and continues as the keeper if its parent dies. The first

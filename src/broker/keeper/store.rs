@@ -42,7 +42,7 @@ impl Keeper {
     }
 }
 
-/// A point in the message queue: [`Store::is_confirmed`] returns whether the keeper has read everything before it.
+/// A point in the message queue: see [`Store::is_safe`] and [`Store::is_confirmed`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(in crate::broker) struct Mark(u64);
 
@@ -89,8 +89,8 @@ pub(in crate::broker) struct Store {
     queued: u64,
     sent: u64,
     confirmed: u64,
-    /// Whether someone waits for the confirmation of items after the last sync.
-    needs_sync: bool,
+    /// The sync after which this keeper has everything; `u64::MAX` before it is queued.
+    complete: u64,
     /// Descriptors sent and not acknowledged.
     in_flight: usize,
 }
@@ -163,10 +163,10 @@ impl Store {
         self.push(Item::Remove(key));
     }
 
-    /// Tells the keeper that its set is complete. A sync follows, for the marks of an earlier connection.
+    /// Tells the keeper that its set is complete. Nothing is [safe](Store::is_safe) before the keeper has confirmed that.
     pub(in crate::broker) fn complete(&mut self) {
         self.push(Item::Other(Message::Complete(true)));
-        self.needs_sync = true;
+        self.complete = self.sync().0;
     }
 
     /// Tells the keeper that the server is ready.
@@ -187,7 +187,6 @@ impl Store {
     /// Queues a sync and returns its mark, for [`Store::is_confirmed`].
     pub(in crate::broker) fn sync(&mut self) -> Mark {
         self.push(Item::Other(Message::Sync(self.queued + 1)));
-        self.needs_sync = false;
         Mark(self.queued)
     }
 
@@ -199,9 +198,8 @@ impl Store {
         self.queued += 1;
     }
 
-    /// The mark after everything queued so far. A sync follows: the keeper confirms nothing that nobody waits for.
-    pub(in crate::broker) fn mark(&mut self) -> Mark {
-        self.needs_sync |= self.confirmed < self.queued;
+    /// The mark after everything queued so far.
+    pub(in crate::broker) fn mark(&self) -> Mark {
         Mark(self.queued)
     }
 
@@ -210,7 +208,15 @@ impl Store {
         self.queued == mark.0
     }
 
-    /// Whether the keeper has read everything before a mark. Without a keeper, there is nothing to wait for.
+    /// Whether everything before a mark survives this process: the kernel has queued it at the socket of a keeper that has everything else.
+    /// That keeper reads its socket to the end before it serves another server or exits. If it is killed, this process still has everything.
+    /// Without a keeper, there is nothing to wait for.
+    pub(in crate::broker) fn is_safe(&self, mark: Mark) -> bool {
+        let has_rest = self.connection.is_some() && self.confirmed >= self.complete;
+        self.keeper == Keeper::None || has_rest && self.sent >= mark.0
+    }
+
+    /// Whether the keeper has read everything before the mark of a [`Store::sync`].
     pub(in crate::broker) fn is_confirmed(&self, mark: Mark) -> bool {
         self.keeper == Keeper::None || self.connection.is_some() && self.confirmed >= mark.0
     }
@@ -250,17 +256,13 @@ impl Store {
         self.connection().is_some_and(|socket| sys::unread(socket).is_ok_and(|bytes| bytes > 0))
     }
 
-    /// Sends queued messages, and a sync after a mark. Drops the connection if the keeper is gone.
+    /// Sends queued messages. Drops the connection if the keeper is gone.
     pub(in crate::broker) fn flush(&mut self, source: &impl Source) -> Flushed {
         if self.keeper == Keeper::None {
             return Flushed::All;
         }
         let Some(connection) = &self.connection else { return Flushed::Gone };
         loop {
-            if self.queue.is_empty() && std::mem::take(&mut self.needs_sync) {
-                self.queued += 1;
-                self.queue.push_back(Item::Other(Message::Sync(self.queued)));
-            }
             let Some(first) = self.queue.front() else { return Flushed::All };
             let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
             // How many items the message completes.
@@ -367,6 +369,7 @@ impl Store {
         self.connection = Some(connection);
         self.keeper_stops = false;
         (self.used, self.in_flight, self.sent, self.confirmed) = (0, 0, self.queued, 0);
+        self.complete = u64::MAX;
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Changes of names: they begin in order, the keeper confirms them, then they take effect and are answered.
+//! Changes of names: they begin in order, the keeper gets them, then they take effect and are answered.
 
 use super::{
     effects::Effect,
@@ -69,7 +69,7 @@ fn begin_put(state: &mut State, mut put: NewVersion) {
     state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
-            let mark = state.objects.store_mut().mark();
+            let mark = state.objects.store().mark();
             state.changes.unconfirmed.push_back((mark, Unconfirmed::Put { key, name, makers, restore }));
             state.effects.push(Effect::Store);
         }
@@ -88,7 +88,7 @@ pub(crate) fn answer_when_confirmed(state: &mut State, id: ConnectionId, result:
         return state.effects.push(Effect::Listen(id));
     }
     state.set_request(id, PendingRequest::Confirmation);
-    let mark = state.objects.store_mut().mark();
+    let mark = state.objects.store().mark();
     state.changes.unconfirmed.push_back((mark, Unconfirmed::Request(id)));
     state.effects.push(Effect::Store);
 }
@@ -98,7 +98,7 @@ pub(crate) fn complete_confirmed(state: &mut State) -> bool {
     let mut any = false;
     let is_confirmed = |state: &State| {
         let first = state.changes.unconfirmed.front();
-        first.is_some_and(|(mark, _)| state.objects.store().is_confirmed(*mark))
+        first.is_some_and(|(mark, _)| state.objects.store().is_safe(*mark))
     };
     while is_confirmed(state) {
         let Some((_, change)) = state.changes.unconfirmed.pop_front() else { break };
