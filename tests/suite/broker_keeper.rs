@@ -117,10 +117,10 @@ fn ask(path: &Path, record: &[u8]) -> io::Result<String> {
 fn other_protocol_versions_are_refused() {
     let served = broker(1, &[]);
     served.manager.stop(Signal::SIGTERM);
-    let answer = ask(&served.keeper_path, &[b'H', 9, 0, 0, 0, 0]).unwrap();
-    assert!(answer.starts_with('X') && answer.contains("version 2") && answer.contains("version 9"), "{answer}");
+    let answer = ask(&served.keeper_path, b"{\"Hello\":{\"version\":9,\"role\":\"NextServer\"}}\0").unwrap();
+    assert!(answer.contains("Refused") && answer.contains("version 3") && answer.contains("version 9"), "{answer}");
     // An invalid record only closes its connection.
-    for record in [&b"?"[..], b"K\x01a", b"H", &[b'K', 200, 1]] {
+    for record in [&b"?"[..], b"\"Serving\"", b"\"Serving\"\0", b"{\"Hello\":{}}\0"] {
         assert_eq!(ask(&served.keeper_path, record).unwrap_or_default(), "");
     }
     served.manager.start_again();

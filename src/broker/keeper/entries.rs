@@ -1,7 +1,7 @@
-//! Entries, and the records that carry them.
+//! The entries of a broker, and the records that carry them.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -19,17 +19,28 @@ pub(in crate::broker) struct Entry {
 
 /// Entries by key. An entry that arrives in several records appears with the last one, and replaces an older entry as a whole.
 #[derive(Debug, Default)]
-pub(in crate::broker) struct Entries {
+pub(super) struct Entries {
     all: BTreeMap<u64, Entry>,
     arriving: Option<(u64, Entry)>,
+    /// Keys that the server has not sent again yet.
+    unsent: BTreeSet<u64>,
+    /// Whether the server has sent everything.
+    pub(super) is_whole: bool,
+    /// The report of the last server that exited on request.
+    pub(super) last_report: String,
 }
 
 impl Entries {
-    /// Takes a record. Returns the key of an entry that it completed.
+    /// The complete set of a new broker.
+    pub(super) fn none() -> Self {
+        Self { is_whole: true, ..Self::default() }
+    }
+
+    /// Takes a record.
     ///
     /// # Errors
     /// If the record continues another entry, or changes an entry that is not held.
-    pub(super) fn take(&mut self, piece: Piece, fds: Vec<OwnedFd>) -> io::Result<Option<u64>> {
+    pub(super) fn take(&mut self, piece: Piece, fds: Vec<OwnedFd>) -> io::Result<()> {
         let Piece { key, is_first, is_last, is_update, manifest, .. } = piece;
         let mut entry = match self.arriving.take() {
             _ if is_first => Entry::default(),
@@ -40,7 +51,7 @@ impl Entries {
         entry.fds.extend(fds);
         if !is_last {
             self.arriving = Some((key, entry));
-            return Ok(None);
+            return Ok(());
         }
         if is_update {
             let Some(held) = self.all.get_mut(&key) else {
@@ -50,15 +61,12 @@ impl Entries {
         } else {
             self.all.insert(key, entry);
         }
-        Ok(Some(key))
-    }
-
-    /// Drops an entry whose last records have not arrived.
-    pub(super) fn forget_arriving(&mut self) {
-        self.arriving = None;
+        self.unsent.remove(&key);
+        Ok(())
     }
 
     pub(super) fn remove(&mut self, key: u64) {
+        self.unsent.remove(&key);
         self.all.remove(&key);
         self.arriving.take_if(|(arriving, _)| *arriving == key);
     }
@@ -67,13 +75,40 @@ impl Entries {
         self.all.iter().map(|(key, entry)| (*key, entry))
     }
 
-    #[cfg(test)]
-    pub(super) fn last_mut(&mut self) -> Option<(u64, &mut Entry)> {
-        self.all.last_entry().map(|last| (*last.key(), last.into_mut()))
+    /// The number of descriptors.
+    pub(super) fn descriptors(&self) -> usize {
+        self.iter().map(|(_, entry)| entry.fds.len()).sum()
     }
 
-    pub(in crate::broker) fn into_all(self) -> BTreeMap<u64, Entry> {
+    /// The last entry of a version.
+    #[cfg(test)]
+    pub(super) fn last_mut(&mut self) -> Option<(u64, &mut Entry)> {
+        self.all.last_entry().map(|last| (*last.key(), last.into_mut())).filter(|(key, _)| *key > 0)
+    }
+
+    pub(super) fn into_all(self) -> BTreeMap<u64, Entry> {
         self.all
+    }
+
+    /// A server starts to send everything again.
+    pub(super) fn begin_resend(&mut self) {
+        self.arriving = None;
+        self.unsent = self.all.keys().copied().collect();
+        self.is_whole = false;
+    }
+
+    /// No server continues to send everything again: the previous one may have died meanwhile.
+    pub(super) fn end_resend(&mut self) {
+        self.arriving = None;
+        self.unsent.clear();
+    }
+
+    /// The server has sent everything: drops entries that it did not send again.
+    pub(super) fn complete(&mut self) {
+        std::mem::take(&mut self.unsent).into_iter().for_each(|key| self.remove(key));
+        if !std::mem::replace(&mut self.is_whole, true) {
+            tracing::info!("all {} descriptors of the server are held", self.descriptors());
+        }
     }
 }
 
@@ -112,7 +147,7 @@ impl Sending {
             is_first: self.bytes == 0 && self.fds == 0,
             is_last: end == self.manifest.len() && last == self.descriptors,
             is_update: self.is_update,
-            descriptors: fds as u8,
+            descriptors: fds,
             manifest: self.manifest[self.bytes..end].to_vec(),
         };
         Some((Message::Entry(piece), self.fds..last))

@@ -1,51 +1,97 @@
-//! Receives everything that a keeper holds: for a server, or for the next keeper.
+//! A handover of everything that a keeper holds: to a server, or to the next keeper.
 
 use std::{
     io,
-    os::fd::{AsFd, OwnedFd},
-    time::Instant,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    thread,
+    time::{Duration, Instant},
 };
 
-use nix::poll::PollFlags;
+use nix::{libc, poll::PollFlags};
 
 use super::{
-    HANDOVER_TIMEOUT, RECEIVED_EACH,
-    entries::Entries,
-    message::{Arrival, Message, receive, send},
-    peer::Process,
+    HANDOVER_TIMEOUT, RECEIVED_EACH, VERSION, WINDOW,
+    entries::{Entries, Sending, borrowed},
+    message::{Arrival, Message, Role, receive, send},
+    peer::{Process, ready, until},
 };
 use crate::channel::Cancel;
+
+/// Retry interval after the kernel's limit on descriptors in flight was reached.
+const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+
+/// Sends everything to a server or to the next keeper. Blocks, for at most [`HANDOVER_TIMEOUT`] without progress.
+pub(super) fn hand_over(entries: &mut Entries, socket: &OwnedFd) -> io::Result<()> {
+    entries.end_resend();
+    let mut in_flight = 0;
+    for (key, entry) in entries.iter() {
+        let mut sending = Sending::new(key, entry.manifest.clone(), entry.fds.len());
+        loop {
+            let Some((message, fds)) = sending.next(WINDOW - in_flight) else {
+                in_flight -= received(socket)?.min(in_flight);
+                continue;
+            };
+            let fds = borrowed(entry, fds);
+            send_when_possible(socket, &message, &fds)?;
+            in_flight += fds.len();
+            if sending.sent(&message, fds.len()) {
+                break;
+            }
+        }
+    }
+    send_when_possible(socket, &Message::Complete(entries.is_whole), &[])
+}
+
+/// Waits for the server's next acknowledgement. Returns the number of descriptors.
+fn received(socket: &OwnedFd) -> io::Result<usize> {
+    loop {
+        match receive(socket)? {
+            Arrival::Message(Message::Received(count), _) => return Ok(usize::try_from(count).unwrap_or(usize::MAX)),
+            Arrival::Message(other, _) => {
+                return Err(io::Error::other(format!("it sent {other:?} during the handover")));
+            }
+            Arrival::End => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Arrival::Nothing if ready(socket, PollFlags::POLLIN, HANDOVER_TIMEOUT) => {}
+            Arrival::Nothing => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+}
+
+/// Sends a message once the socket has room.
+fn send_when_possible(socket: &OwnedFd, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let deadline = Instant::now() + HANDOVER_TIMEOUT;
+    loop {
+        match send(socket, message, fds) {
+            Err(error) if Instant::now() < deadline => match error.raw_os_error() {
+                Some(libc::EAGAIN) => drop(ready(socket, PollFlags::POLLOUT, until(deadline))),
+                Some(libc::ETOOMANYREFS | libc::ENOBUFS | libc::ENOMEM) => thread::sleep(IN_FLIGHT_PAUSE),
+                _ => return Err(error),
+            },
+            sent => return sent,
+        }
+    }
+}
 
 /// What a keeper has handed over.
 #[derive(Debug, Default)]
 pub(super) struct Handover {
     pub(super) entries: Entries,
-    /// The number of received descriptors.
-    pub(super) descriptors: usize,
     /// The most descriptors that the keeper may hold.
     pub(super) allowed: u64,
-    /// Whether the keeper has everything of its last server.
-    pub(super) is_whole: bool,
     /// Whether the keeper died before it had sent everything. Its twin may continue.
     pub(super) is_cut: bool,
-    /// For the next keeper: the listening socket, and the report of the last server.
+    /// The listening socket, for the next keeper.
     pub(super) listener: Option<OwnedFd>,
-    pub(super) report: String,
 }
 
-/// Sends `request` to a keeper and receives everything that it holds. Blocks.
+/// Sends a hello to a keeper and receives everything that it holds. Blocks.
 ///
 /// # Errors
 /// If the keeper refuses, does not answer or aborts the handover.
-pub(super) fn receive_all(
-    socket: &OwnedFd,
-    keeper: &Process,
-    request: &Message,
-    cancel: &Cancel,
-) -> io::Result<Handover> {
+pub(super) fn receive_all(socket: &OwnedFd, keeper: &Process, role: Role, cancel: &Cancel) -> io::Result<Handover> {
     let mut handover = Handover::default();
     let mut unacknowledged = 0;
-    match send(socket, request, &[]) {
+    match send(socket, &Message::Hello { version: VERSION, role }, &[]) {
         // The keeper has exited: the next receive reports it.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
         sent => sent?,
@@ -53,11 +99,10 @@ pub(super) fn receive_all(
     loop {
         match receive(socket)? {
             Arrival::Message(Message::Welcome { allowed, .. }, _) => handover.allowed = allowed,
-            Arrival::Message(Message::Stopping(report), _) => handover.report = report,
+            Arrival::Message(Message::Stopping(report), _) => handover.entries.last_report = report,
             Arrival::Message(Message::Listener, fds) => handover.listener = fds.into_iter().next(),
             Arrival::Message(Message::Entry(piece), fds) => {
                 unacknowledged += fds.len();
-                handover.descriptors += fds.len();
                 handover.entries.take(piece, fds)?;
                 if unacknowledged >= RECEIVED_EACH {
                     // Fails if the keeper has exited: the next receive reports it.
@@ -66,8 +111,8 @@ pub(super) fn receive_all(
                 }
             }
             Arrival::Message(Message::Complete(is_whole), _) => {
-                tracing::debug!(descriptors = handover.descriptors, is_whole, "received the keeper's descriptors");
-                return Ok(Handover { is_whole, ..handover });
+                handover.entries.is_whole = is_whole;
+                return Ok(handover);
             }
             Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
             Arrival::Message(message, _) => {

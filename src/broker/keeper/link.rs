@@ -15,10 +15,10 @@ use std::{
 };
 
 use super::{
-    HANDOVER_TIMEOUT, Store, VERSION,
+    HANDOVER_TIMEOUT, Store,
     entries::Entry,
     handover::{Handover, receive_all},
-    message::{Message, send},
+    message::{Message, Role, send},
     peer::{Process, dial, dial_if_there, unreachable},
 };
 use crate::{
@@ -270,27 +270,26 @@ fn end(socket: &OwnedFd) {
 
 /// Receives everything that the keeper holds. If it dies, continues with its twin, or with the received descriptors. Blocks.
 pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, cancel: &Cancel) -> Result<Takeover> {
-    let hello = Message::Hello { version: VERSION, resends: false };
     loop {
-        let handover = receive_all(&socket, &keeper, &hello, cancel).map_err(|error| {
+        let handover = receive_all(&socket, &keeper, Role::NextServer, cancel).map_err(|error| {
             if link.started.is_some() {
                 end(&socket);
             }
             link.failed(error)
         })?;
-        let Handover { entries, descriptors, allowed, is_whole, is_cut, .. } = handover;
+        let Handover { entries, allowed, is_cut, .. } = handover;
         if is_cut {
             if let Some(twin) = dial_if_there(&link.path, Duration::ZERO, cancel)? {
                 (socket, keeper) = twin;
                 continue;
             }
-            if descriptors == 0 {
+            if entries.descriptors() == 0 {
                 return Err(link.failed(io::Error::other("it died before it sent its descriptors")));
             }
             // These may be the last copies of the descriptors.
-            tracing::error!(descriptors, "the keeper died during the handover");
+            tracing::error!(descriptors = entries.descriptors(), "the keeper died during the handover");
         }
         let store = Store::over((!is_cut).then_some(socket), usize::try_from(allowed).unwrap_or(usize::MAX));
-        return Ok(Takeover { store, inherited: entries.into_all(), whole: is_whole, link, keeper });
+        return Ok(Takeover { store, whole: entries.is_whole, inherited: entries.into_all(), link, keeper });
     }
 }

@@ -1,4 +1,4 @@
-//! The records between server and keeper.
+//! The records between server and keeper: JSON, and a piece of a manifest after it.
 
 use std::{
     io::{self, IoSlice},
@@ -7,29 +7,30 @@ use std::{
 };
 
 use rustix::net::{RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::{Deserialize, Serialize};
 
-use crate::{channel::record::receive_raw, wire::MAX_FDS};
+use crate::{
+    channel::record::receive_raw,
+    wire::{MAX_FDS, shorten},
+};
 
 /// The most keys in a record.
-pub(super) const MAX_TOGETHER: usize = 1024;
+pub(super) const MAX_TOGETHER: usize = 512;
 
 /// The most bytes of a manifest in a record.
 pub(super) const MAX_CHUNK: usize = 15 << 10;
 
-/// The longest text, in bytes.
-const MAX_TEXT: usize = 4096;
+/// The longest text, in bytes: encoded, it fits a record.
+const MAX_TEXT: usize = 2048;
 
 /// The longest record, in bytes.
 const MAX_RECORD: usize = 16 << 10;
 
-/// The bytes of an entry's record before the manifest: kind, key, flags, number of descriptors.
-const PIECE_HEADER: usize = 11;
-
-const _: () = assert!(MAX_TOGETHER * 8 < MAX_RECORD && MAX_TEXT < MAX_RECORD && MAX_CHUNK + PIECE_HEADER < MAX_RECORD);
-const _: () = assert!(MAX_FDS <= u8::MAX as usize);
+/// Ends the JSON of a record.
+const END: u8 = 0;
 
 /// A part of an entry: a piece of its manifest, and its next descriptors.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Piece {
     pub(super) key: u64,
     pub(super) is_first: bool,
@@ -37,14 +38,26 @@ pub(super) struct Piece {
     /// Whether only the manifest changes.
     pub(super) is_update: bool,
     /// The number of descriptors that the record carries.
-    pub(super) descriptors: u8,
+    pub(super) descriptors: usize,
+    /// After the JSON.
+    #[serde(skip)]
     pub(super) manifest: Vec<u8>,
 }
 
+/// The process that connects to a keeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Role {
+    /// A server that wants the keeper's entries.
+    NextServer,
+    /// A server that lost its keeper, and will send its entries.
+    SameServer,
+    NextKeeper,
+}
+
 /// One record.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
-    Hello { version: u32, resends: bool },
+    Hello { version: u32, role: Role },
     Welcome { version: u32, allowed: u64 },
     Refused(String),
     Entry(Piece),
@@ -56,84 +69,37 @@ pub(super) enum Message {
     Serving,
     Stopping(String),
     Exit(String),
-    Succeed { version: u32 },
     Listener,
 }
 
 impl Message {
     /// Whether a keeper's state may differ after this message of a server: its twin is then outdated.
     pub(super) fn outdates_twin(&self) -> bool {
-        !matches!(self, Self::Hello { .. } | Self::Received(_) | Self::Sync(_) | Self::Stopping(_) | Self::Exit(_))
+        !matches!(self, Self::Received(_) | Self::Sync(_) | Self::Stopping(_) | Self::Exit(_))
     }
 
     fn encode(&self) -> Vec<u8> {
-        let with = |kind: u8, parts: &[&[u8]]| [&[kind], parts.concat().as_slice()].concat();
-        let text = |text: &str| text.as_bytes()[..text.len().min(MAX_TEXT)].to_vec();
-        match self {
-            Self::Hello { version, resends } => with(b'H', &[&version.to_le_bytes(), &[u8::from(*resends)]]),
-            Self::Welcome { version, allowed } => with(b'W', &[&version.to_le_bytes(), &allowed.to_le_bytes()]),
-            Self::Refused(why) => with(b'X', &[&text(why)]),
-            Self::Entry(piece) => {
-                let Piece { key, is_first, is_last, is_update, descriptors, manifest } = piece;
-                let flags = u8::from(*is_first) | u8::from(*is_last) << 1 | u8::from(*is_update) << 2;
-                with(b'K', &[&key.to_le_bytes(), &[flags, *descriptors], manifest])
-            }
-            Self::Remove(keys) => with(b'R', &[&keys.iter().flat_map(|key| key.to_le_bytes()).collect::<Vec<u8>>()]),
-            Self::Complete(whole) => with(b'C', &[&[u8::from(*whole)]]),
-            Self::Received(count) => with(b'A', &[&count.to_le_bytes()]),
-            Self::Sync(number) => with(b'Y', &[&number.to_le_bytes()]),
-            Self::Synced(number) => with(b'Z', &[&number.to_le_bytes()]),
-            Self::Serving => with(b'S', &[]),
-            Self::Stopping(held) => with(b'E', &[&text(held)]),
-            Self::Exit(held) => with(b'Q', &[&text(held)]),
-            Self::Succeed { version } => with(b'U', &[&version.to_le_bytes()]),
-            Self::Listener => with(b'I', &[]),
+        let mut message = self.clone();
+        let mut manifest = Vec::new();
+        match &mut message {
+            Self::Refused(text) | Self::Stopping(text) | Self::Exit(text) => shorten(text, MAX_TEXT),
+            Self::Entry(piece) => manifest = std::mem::take(&mut piece.manifest),
+            _ => {}
         }
+        let mut record = serde_json::to_vec(&message).expect("a message is plain data");
+        record.push(END);
+        record.extend(manifest);
+        record
     }
 
     /// Returns `None` for a malformed record.
     fn decode(record: &[u8]) -> Option<Self> {
-        let (kind, rest) = record.split_first()?;
-        let number = |of: &[u8]| of.try_into().ok().map(u64::from_le_bytes);
-        // The sender may have truncated the text within a character.
-        let text = |of: &[u8]| String::from_utf8_lossy(of).into_owned();
-        Some(match kind {
-            b'H' => {
-                let (version, resends) = rest.split_first_chunk()?;
-                Self::Hello { version: u32::from_le_bytes(*version), resends: *resends.first()? != 0 }
-            }
-            b'W' => {
-                let (version, allowed) = rest.split_first_chunk()?;
-                Self::Welcome { version: u32::from_le_bytes(*version), allowed: number(allowed)? }
-            }
-            b'X' => Self::Refused(text(rest)),
-            b'K' => {
-                let (key, rest) = rest.split_first_chunk()?;
-                let (&[flags, descriptors], manifest) = rest.split_first_chunk()?;
-                Self::Entry(Piece {
-                    key: u64::from_le_bytes(*key),
-                    is_first: flags & 1 != 0,
-                    is_last: flags & 2 != 0,
-                    is_update: flags & 4 != 0,
-                    descriptors,
-                    manifest: manifest.to_vec(),
-                })
-            }
-            b'R' => {
-                let (keys, []) = rest.as_chunks() else { return None };
-                Self::Remove(keys.iter().map(|key| u64::from_le_bytes(*key)).collect())
-            }
-            b'C' => Self::Complete(*rest.first()? != 0),
-            b'A' => Self::Received(number(rest)?),
-            b'Y' => Self::Sync(number(rest)?),
-            b'Z' => Self::Synced(number(rest)?),
-            b'S' => Self::Serving,
-            b'E' => Self::Stopping(text(rest)),
-            b'Q' => Self::Exit(text(rest)),
-            b'U' => Self::Succeed { version: u32::from_le_bytes(*rest.first_chunk()?) },
-            b'I' => Self::Listener,
-            _ => return None,
-        })
+        let end = record.iter().position(|byte| *byte == END)?;
+        let mut message = serde_json::from_slice(&record[..end]).ok()?;
+        if let Self::Entry(piece) = &mut message {
+            piece.manifest = record[end + 1..].to_vec();
+        }
+        Some(message)
     }
 }
 
@@ -196,7 +162,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
     }
     let message = Message::decode(&record[..raw.bytes]).filter(|_| !raw.flags.contains(ReturnFlags::TRUNC));
     let fits = |message: &Message| match message {
-        Message::Entry(piece) => usize::from(piece.descriptors) == raw.fds.len(),
+        Message::Entry(piece) => piece.descriptors == raw.fds.len(),
         Message::Listener => raw.fds.len() == 1,
         _ => raw.fds.is_empty(),
     };

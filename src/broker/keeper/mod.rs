@@ -8,14 +8,14 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `peer`, `link`, `handover` | finds or starts a server's keeper, and takes over its entries |
+//! | `peer`, `link` | finds or starts a server's keeper, and takes over its entries |
 //! | `store` | the server's end of the connection |
-//! | `process`, `held`, `newcomers`, `twin` | the keeper: its loop, its entries, new connections, its copy while it has no server |
-//! | `message`, `entries` | the records, and the entries that they carry |
+//! | `process`, `newcomers`, `twin` | the keeper: its loop, new connections, its copy while it has no server |
+//! | `message`, `entries`, `handover` | the records, the entries that they carry, and handovers of all entries |
 //!
 //! | Message | From | Meaning |
 //! |---|---|---|
-//! | `Hello` | server | its version, and whether it will send its entries (`resends`) or wants the keeper's |
+//! | `Hello` | server, next keeper | its version, and whether it wants the keeper's entries or will send its own |
 //! | `Welcome` | keeper | its version, and the most descriptors that it may hold |
 //! | `Refused` | keeper | why it closes this connection |
 //! | `Entry` | both | a piece of an entry: key, manifest, descriptors. With the last piece the entry replaces an older one, or only its manifest |
@@ -26,7 +26,6 @@
 //! | `Serving` | server, next keeper | it is ready: from now on it holds everything too |
 //! | `Stopping` | both | it exits on request; the server adds a summary of its objects, unless another server is to follow, and sends a `Sync`; the keeper adds its successor |
 //! | `Exit` | server | the keeper exits and frees everything; with a summary of the objects |
-//! | `Succeed` | next keeper | hand over to it, and exit once it serves |
 //! | `Listener` | keeper | the listening socket, for the next keeper |
 //!
 //! The server answers a put, a delete or a recall once the kernel has queued its last record at the socket of a keeper that has everything
@@ -50,7 +49,6 @@
 
 mod entries;
 mod handover;
-mod held;
 mod link;
 mod message;
 mod newcomers;
@@ -68,12 +66,12 @@ pub(super) use self::{
     link::{Link, Takeover},
     peer::Process,
     process::KeeperProcess,
-    store::{Flushed, Keeper, Mark, Source, Store},
+    store::{Flushed, Mark, Source, Store},
 };
 pub use self::{link::KeeperPath, peer::check_reachable};
 
 /// The version of the messages.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The most descriptors in flight: the kernel limits them for each user (`ETOOMANYREFS`).
 const WINDOW: usize = 512;

@@ -10,7 +10,7 @@ use std::{
 
 use super::{
     HANDOVER_TIMEOUT,
-    message::{Arrival, Message, receive, send},
+    message::{Arrival, Message, Role, receive, send},
     peer::require_own_user,
 };
 use crate::{
@@ -123,9 +123,8 @@ impl Newcomers {
         self.waiting.iter().map(|newcomer| newcomer.deadline).min()
     }
 
-    /// Accepts connections of this user and reads their first messages: the `Hello` of a server, or the `Succeed` of another keeper. Also
-    /// returns the process of each. Does not block.
-    pub(super) fn requests(&mut self) -> Vec<(OwnedFd, i32, Message)> {
+    /// Accepts connections of this user and reads their hellos. Returns each with its process, version and role. Does not block.
+    pub(super) fn requests(&mut self) -> Vec<(OwnedFd, i32, u32, Role)> {
         self.accept();
         let mut requests = Vec::new();
         for newcomer in std::mem::take(&mut self.waiting) {
@@ -134,8 +133,8 @@ impl Newcomers {
                 Ok(Arrival::Nothing) if deadline > Instant::now() => {
                     self.waiting.push(Newcomer { socket, pid, deadline });
                 }
-                Ok(Arrival::Message(first @ (Message::Hello { .. } | Message::Succeed { .. }), _)) => {
-                    requests.push((socket, pid, first));
+                Ok(Arrival::Message(Message::Hello { version, role }, _)) => {
+                    requests.push((socket, pid, version, role))
                 }
                 // Close the connection: it timed out, closed or sent another message.
                 _ => {}

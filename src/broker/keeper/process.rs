@@ -25,9 +25,8 @@ use nix::{
 use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
     entries::Entries,
-    handover::{Handover, receive_all},
-    held::Held,
-    message::{Arrival, Message, receive, send},
+    handover::{Handover, hand_over, receive_all},
+    message::{Arrival, Message, Role, receive, send},
     newcomers::{Newcomers, answer},
     peer::{Process, dial_if_there, unreachable, until},
     twin::{Side, Twin},
@@ -50,8 +49,6 @@ const START_RETRY: Duration = Duration::from_millis(5);
 struct KeeperConnection {
     socket: OwnedFd,
     process: Process,
-    /// Whether its hello was received.
-    greeted: bool,
     /// Whether it announced its exit, and the sync to answer once a twin has everything too.
     leaves: bool,
     pending_sync: Option<u64>,
@@ -63,7 +60,7 @@ struct KeeperConnection {
 
 #[derive(Debug)]
 pub(in crate::broker) struct KeeperProcess {
-    held: Held,
+    held: Entries,
     server: Option<KeeperConnection>,
     /// Where servers connect; `None` in a simulation.
     newcomers: Option<Newcomers>,
@@ -92,8 +89,7 @@ impl KeeperProcess {
         let deadline = Instant::now() + HANDOVER_TIMEOUT;
         loop {
             if let Some((socket, keeper)) = dial_if_there(path, Duration::ZERO, cancel)? {
-                let request = Message::Succeed { version: VERSION };
-                let handover = receive_all(&socket, &keeper, &request, cancel);
+                let handover = receive_all(&socket, &keeper, Role::NextKeeper, cancel);
                 let handover = handover.map_err(|error| unreachable(path, error))?;
                 if !handover.is_cut
                     && let Some(keeper) = Self::after((socket, keeper), handover, path, is_detached, cancel)?
@@ -106,7 +102,7 @@ impl KeeperProcess {
                     // Another keeper starts at this moment.
                     Err(Error::Socket(SocketError::AlreadyServed { .. })) if Instant::now() < deadline => {}
                     newcomers => {
-                        let held = Held::new(Entries::default(), String::new());
+                        let held = Entries::none();
                         return Ok(Self::new(held, Some(newcomers?), is_detached));
                     }
                 }
@@ -123,14 +119,12 @@ impl KeeperProcess {
         is_detached: bool,
         cancel: &Cancel,
     ) -> Result<Option<Self>> {
-        let Handover { entries, is_whole, listener, report, .. } = handover;
+        let Handover { entries: held, listener, .. } = handover;
         let newcomers = match listener {
             Some(listener) => Newcomers::inherited(listener, path, cancel)?,
             None => return Err(unreachable(path, io::Error::other("it did not hand over its socket"))),
         };
-        let awaits_server = report.is_empty();
-        let mut held = Held::new(entries, report);
-        held.is_whole = is_whole;
+        let awaits_server = held.last_report.is_empty();
         let mut keeper =
             Self { predecessor: Some(predecessor), awaits_server, ..Self::new(held, Some(newcomers), is_detached) };
         // The twin must not handle signals before it is the keeper.
@@ -145,12 +139,12 @@ impl KeeperProcess {
                 keeper.leave_socket();
                 return Ok(None);
             }
-            tracing::info!("took over {} descriptors from the previous keeper", keeper.held.len());
+            tracing::info!("took over {} descriptors from the previous keeper", keeper.held.descriptors());
         }
         Ok(Some(keeper))
     }
 
-    fn new(held: Held, newcomers: Option<Newcomers>, is_detached: bool) -> Self {
+    fn new(held: Entries, newcomers: Option<Newcomers>, is_detached: bool) -> Self {
         Self {
             held,
             server: None,
@@ -190,7 +184,7 @@ impl KeeperProcess {
             if is_from_server {
                 // Nothing else has happened, and a put waits for this.
                 self.keep_twin();
-                self.heap.note(self.held.entries());
+                self.heap.note(self.held.iter().len());
                 continue;
             }
             self.check_server();
@@ -219,7 +213,7 @@ impl KeeperProcess {
                 self.exit = Some(0);
             }
             self.keep_twin();
-            self.heap.note(self.held.entries());
+            self.heap.note(self.held.iter().len());
         }
         Ok(self.exit.unwrap_or_default())
     }
@@ -262,7 +256,7 @@ impl KeeperProcess {
 
     /// When a keeper that a server started exits because it is not used.
     fn unused_at(&self) -> Option<Instant> {
-        let is_unused = self.is_detached && self.server.is_none() && self.held.len() == 0;
+        let is_unused = self.is_detached && self.server.is_none() && self.held.descriptors() == 0;
         is_unused.then(|| self.alone_since + HANDOVER_TIMEOUT)
     }
 
@@ -273,7 +267,7 @@ impl KeeperProcess {
         if !is_needed || self.exit.is_some() {
             return;
         }
-        if self.held.len() == 0 {
+        if self.held.descriptors() == 0 {
             self.twin.end();
         } else if self.twin.is_due() {
             self.fork_twin();
@@ -312,7 +306,7 @@ impl KeeperProcess {
             pid = process::id(),
             "the keeper, pid {}, has exited: its twin holds {} descriptors",
             parent.pid,
-            self.held.len()
+            self.held.descriptors()
         );
         self.restore_file();
         self.keep_twin();
@@ -358,7 +352,7 @@ impl KeeperProcess {
             return;
         };
         self.close_server();
-        let count = self.held.len();
+        let count = self.held.descriptors();
         match leaves {
             true => tracing::info!("the server, pid {pid}, has left: {count} descriptors are held for the next one"),
             false => tracing::warn!("the server, pid {pid}, crashed: {count} descriptors are held for the next one"),
@@ -377,12 +371,6 @@ impl KeeperProcess {
     /// Handles one message of the server.
     fn handle(&mut self, message: Message, fds: Vec<OwnedFd>) -> io::Result<()> {
         let Some(server) = &mut self.server else { return Ok(()) };
-        if let Message::Hello { version, resends } = message {
-            return self.greet(version, resends);
-        }
-        if !server.greeted {
-            return Err(io::Error::other("its first message was not a hello"));
-        }
         if message.outdates_twin() {
             // The server has everything.
             self.twin.end();
@@ -418,43 +406,32 @@ impl KeeperProcess {
         Ok(())
     }
 
-    /// Handles the server's hello.
-    fn greet(&mut self, version: u32, resends: bool) -> io::Result<()> {
-        let Some(server) = &mut self.server else { return Ok(()) };
-        if version != VERSION {
-            let why = format!(
-                "this keeper has version {VERSION} of the protocol between server and keeper, and the server has version {version}: start the keeper of the server's version"
-            );
-            let _ = send(&server.socket, &Message::Refused(why.clone()), &[]);
-            return Err(io::Error::other(why));
-        }
-        server.greeted = true;
-        (self.awaits_server, self.frees_at) = (true, None);
-        reply(&server.socket, &Message::Welcome { version: VERSION, allowed: descriptor_limit() })?;
-        if resends {
-            self.held.begin_resend();
-            return Ok(());
-        }
-        let handed = self.held.hand_over(&server.socket);
-        handed.map_err(|error| io::Error::other(format!("it did not take over the descriptors: {error}")))
-    }
-
     /// Handles the requests of new connections.
     fn serve_newcomers(&mut self) {
         let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
-        for (socket, pid, request) in requests {
-            match request {
-                // Closes the connection: the peer connects to the next keeper.
-                _ if self.exit.is_some() => {}
-                Message::Hello { version, resends } => self.replace_server(socket, pid, version, resends),
-                Message::Succeed { version } => self.serve_successor(&socket, pid, version),
-                _ => {}
+        for (socket, pid, version, role) in requests {
+            if self.exit.is_some() {
+                // Closes the connections: the peers connect to the next keeper.
+                return;
+            }
+            if version != VERSION {
+                let why = format!(
+                    "this keeper has version {VERSION} of its protocol, and pid {pid} has version {version}: start the keeper of that version"
+                );
+                tracing::warn!("refused a connection: {why}");
+                answer(&socket, &Message::Refused(why));
+                continue;
+            }
+            match role {
+                Role::NextKeeper => self.serve_successor(&socket, pid),
+                Role::NextServer => self.replace_server(socket, pid, false),
+                Role::SameServer => self.replace_server(socket, pid, true),
             }
         }
     }
 
-    /// Serves a new connection unless another server is connected.
-    fn replace_server(&mut self, socket: OwnedFd, pid: i32, version: u32, resends: bool) {
+    /// Serves a new connection unless another server is connected. `resends`: the server has everything, and sends it.
+    fn replace_server(&mut self, socket: OwnedFd, pid: i32, resends: bool) {
         // The previous server may have unread messages.
         self.read_server(usize::MAX);
         self.check_server();
@@ -463,20 +440,22 @@ impl KeeperProcess {
             tracing::warn!("refused pid {pid}: {why}");
             return answer(&socket, &Message::Refused(why));
         }
-        self.server = Some(KeeperConnection {
-            socket,
-            process: Process::of(pid),
-            greeted: false,
-            leaves: false,
-            is_released: false,
-            pending_sync: None,
-            received: 0,
+        (self.awaits_server, self.frees_at) = (true, None);
+        let welcome = Message::Welcome { version: VERSION, allowed: descriptor_limit() };
+        let served = reply(&socket, &welcome).and_then(|()| match resends {
+            true => Ok(self.held.begin_resend()),
+            false => hand_over(&mut self.held, &socket),
         });
-        match self.greet(version, resends) {
-            Ok(()) => tracing::info!("serves pid {pid}, with {} descriptors", self.held.len()),
+        match served {
+            Ok(()) => {
+                let process = Process::of(pid);
+                let (leaves, is_released, pending_sync, received) = (false, false, None, 0);
+                self.server = Some(KeeperConnection { socket, process, leaves, pending_sync, is_released, received });
+                tracing::info!("serves pid {pid}, with {} descriptors", self.held.descriptors());
+            }
             Err(error) => {
                 tracing::warn!("can't serve pid {pid}: {error}");
-                self.close_server();
+                self.alone_since = Instant::now();
             }
         }
     }

@@ -9,7 +9,7 @@ use std::{
 use super::{
     VERSION, WINDOW,
     entries::Sending,
-    message::{Arrival, MAX_TOGETHER, Message, receive, send},
+    message::{Arrival, MAX_TOGETHER, Message, Role, receive, send},
 };
 use crate::{
     error::{BrokerError, RefusalCode},
@@ -25,23 +25,6 @@ pub(in crate::broker) trait Source {
     fn descriptors(&self, key: u64) -> Option<&[OwnedFd]>;
 }
 
-/// The kind of keeper that holds the server's descriptors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(in crate::broker) enum Keeper {
-    #[default]
-    None,
-    Process,
-}
-
-impl Keeper {
-    pub(in crate::broker) fn as_str(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Process => "keeper",
-        }
-    }
-}
-
 /// A point in the message queue: see [`Store::is_safe`] and [`Store::is_confirmed`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(in crate::broker) struct Mark(u64);
@@ -49,8 +32,11 @@ pub(in crate::broker) struct Mark(u64);
 /// A queued message. Entries are looked up when they are sent.
 #[derive(Debug)]
 enum Item {
-    Entry(u64),
-    Update(u64),
+    /// With `is_update`, only the manifest.
+    Entry {
+        key: u64,
+        is_update: bool,
+    },
     Remove(u64),
     Other(Message),
 }
@@ -70,7 +56,8 @@ pub(in crate::broker) enum Flushed {
 /// The server's end of the connection. It never blocks: messages wait here until the socket has room.
 #[derive(Debug, Default)]
 pub(in crate::broker) struct Store {
-    keeper: Keeper,
+    /// Without a keeper, everything counts as held.
+    has_keeper: bool,
     connection: Option<OwnedFd>,
     /// Whether the keeper accepted this connection.
     greeted: bool,
@@ -96,18 +83,13 @@ pub(in crate::broker) struct Store {
 }
 
 impl Store {
-    /// A store without a keeper: everything counts as held.
-    pub(in crate::broker) fn none() -> Self {
-        Self::default()
-    }
-
     /// A store on a connection after the handover; `None` if the keeper has died since.
     pub(super) fn over(connection: Option<OwnedFd>, allowed: usize) -> Self {
-        Self { keeper: Keeper::Process, greeted: connection.is_some(), connection, allowed, ..Self::default() }
+        Self { has_keeper: true, greeted: connection.is_some(), connection, allowed, ..Self::default() }
     }
 
-    pub(in crate::broker) fn keeper(&self) -> Keeper {
-        self.keeper
+    pub(in crate::broker) fn has_keeper(&self) -> bool {
+        self.has_keeper
     }
 
     pub(in crate::broker) fn connection(&self) -> Option<BorrowedFd<'_>> {
@@ -128,7 +110,7 @@ impl Store {
     pub(in crate::broker) fn require_room(&self, more: usize) -> Result<(), BrokerError> {
         let (used, allowed) = self.room();
         // A keeper that has not greeted this server has not told its limit.
-        if self.keeper == Keeper::None || !self.greeted || used + more <= allowed {
+        if !self.has_keeper || !self.greeted || used + more <= allowed {
             return Ok(());
         }
         let message = format!(
@@ -143,7 +125,7 @@ impl Store {
         self.used += descriptors;
         // The beginning that the keeper has belongs to the replaced entry.
         self.sending.take_if(|sending| sending.key == key);
-        self.push(Item::Entry(key));
+        self.push(Item::Entry { key, is_update: false });
     }
 
     /// Sends an entry with `now` descriptors instead of `before`.
@@ -154,7 +136,7 @@ impl Store {
 
     /// Sends the new manifest of an entry.
     pub(in crate::broker) fn update(&mut self, key: u64) {
-        self.push(Item::Update(key));
+        self.push(Item::Entry { key, is_update: true });
     }
 
     /// Removes an entry with this number of descriptors.
@@ -213,12 +195,12 @@ impl Store {
     /// Without a keeper, there is nothing to wait for.
     pub(in crate::broker) fn is_safe(&self, mark: Mark) -> bool {
         let has_rest = self.connection.is_some() && self.confirmed >= self.complete;
-        self.keeper == Keeper::None || has_rest && self.sent >= mark.0
+        !self.has_keeper || has_rest && self.sent >= mark.0
     }
 
     /// Whether the keeper has read everything before the mark of a [`Store::sync`].
     pub(in crate::broker) fn is_confirmed(&self, mark: Mark) -> bool {
-        self.keeper == Keeper::None || self.connection.is_some() && self.confirmed >= mark.0
+        !self.has_keeper || self.connection.is_some() && self.confirmed >= mark.0
     }
 
     /// Whether messages wait to be sent.
@@ -258,7 +240,7 @@ impl Store {
 
     /// Sends queued messages. Drops the connection if the keeper is gone.
     pub(in crate::broker) fn flush(&mut self, source: &impl Source) -> Flushed {
-        if self.keeper == Keeper::None {
+        if !self.has_keeper {
             return Flushed::All;
         }
         let Some(connection) = &self.connection else { return Flushed::Gone };
@@ -268,8 +250,7 @@ impl Store {
             // How many items the message completes.
             let mut items = 1;
             let message = match first {
-                Item::Entry(key) | Item::Update(key) => {
-                    let (key, is_update) = (*key, matches!(first, Item::Update(_)));
+                &Item::Entry { key, is_update } => {
                     if self.sending.is_none() {
                         // A version that is gone has no descriptors, and its entry follows.
                         let found = source.manifest(key).filter(|(_, descriptors)| !is_update || *descriptors > 0);
@@ -365,7 +346,7 @@ impl Store {
     /// All errors of sendmsg(2).
     pub(in crate::broker) fn start_over(&mut self, connection: OwnedFd) -> io::Result<()> {
         self.disconnect();
-        send(&connection, &Message::Hello { version: VERSION, resends: true }, &[])?;
+        send(&connection, &Message::Hello { version: VERSION, role: Role::SameServer }, &[])?;
         self.connection = Some(connection);
         self.keeper_stops = false;
         (self.used, self.in_flight, self.sent, self.confirmed) = (0, 0, self.queued, 0);

@@ -41,7 +41,10 @@ use self::{
         reactor::{self, Reactor},
     },
     limits::TimeLimits,
-    state::{objects::Objects, root::State, time::Time},
+    state::{
+        objects::Objects,
+        root::{State, Time},
+    },
 };
 #[cfg(feature = "internals")]
 pub use self::{admit::MIN_FILE_LIMIT, state::caller::command_of};
@@ -276,8 +279,13 @@ impl Server {
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         let (listener, reserves_names) = listen(path, &config, false, cancel)?;
-        let objects =
-            Objects::restore(Time::now(), config.user_limits(), config.limits.resume, Store::none(), BTreeMap::new());
+        let objects = Objects::restore(
+            Time::now(),
+            config.user_limits(),
+            config.limits.resume,
+            Store::default(),
+            BTreeMap::new(),
+        );
         Self::with(listener, config, objects, Vec::new(), reserves_names, KeeperLink::default(), cancel)
     }
 

@@ -14,9 +14,8 @@ use crate::{
         keeper::KeeperProcess,
         server::state::{
             caller::ConnectionId,
-            client::PendingRequest,
             objects::{NewVersion, audit::Audit},
-            root::{Change, State, Unconfirmed},
+            root::{Change, PendingChange, PendingRequest, State},
         },
     },
     wire::broker::{Message, Token},
@@ -113,14 +112,14 @@ impl World {
                 }
                 PendingRequest::Parts(key) => drafts.contains_key(key) && has_deadline(id),
                 PendingRequest::Upload { .. } => has_deadline(id),
-                PendingRequest::Confirmation => {
+                PendingRequest::Change => {
                     let of_change = |change: &Change| match change {
                         Change::Put(put) => put.makers.contains(id),
                         Change::Delete(of, _) => of == id,
                     };
-                    changes.unconfirmed.iter().any(|(_, change)| match change {
-                        Unconfirmed::Put { makers, .. } => makers.contains(id),
-                        Unconfirmed::Request(of) => of == id,
+                    changes.pending.iter().any(|(_, change)| match change {
+                        PendingChange::Put { makers, .. } => makers.contains(id),
+                        PendingChange::Request(of) => of == id,
                     }) || changes.waiting.values().flatten().any(of_change)
                 }
                 _ => true,

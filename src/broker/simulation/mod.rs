@@ -198,7 +198,7 @@ fn simulation_finds_no_violation() {
     let start = Instant::now();
     let deadline = seconds.map(|seconds| start + Duration::from_secs(seconds));
     // Other seeds in each longer run.
-    let first = seconds.map_or(0, |_| crate::broker::server::state::time::Time::now().ms << 20);
+    let first = seconds.map_or(0, |_| crate::broker::server::state::root::Time::now().ms << 20);
     let next = AtomicU64::new(0);
     let is_over = |done| deadline.map_or(done >= SCHEDULES, |deadline| Instant::now() >= deadline);
     let seeds = || {

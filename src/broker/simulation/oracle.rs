@@ -373,10 +373,9 @@ fn is_near_quota(state: &State) -> bool {
     let drafts = state.drafts.values().flatten().map(|put| (put.uid(), LARGEST_PUT));
     let audit = state.objects.copy();
     let [objects, leases, bytes] = LIMITS;
-    let unconfirmed = state.objects.unconfirmed().count() as u64;
-    let is_near =
-        |used: &[u64; 3]| used[0] + unconfirmed >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
-    let unpublished = drafts.chain(state.objects.unconfirmed());
+    let pending = state.objects.pending().count() as u64;
+    let is_near = |used: &[u64; 3]| used[0] + pending >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
+    let unpublished = drafts.chain(state.objects.pending());
     usage(audit.versions.values(), audit.leases.values(), unpublished).values().any(is_near)
 }
 

@@ -26,9 +26,9 @@ use crate::{
                 effects::{Effect, Effects},
                 objects::Objects,
                 root::State,
-                time::Time,
+                root::Time,
             },
-            verbs::{connection, dispatch, list, publish, watch},
+            verbs::{connection, dispatch, list, put, watch},
         },
     },
     wire::broker::{Message, Quota},
@@ -255,7 +255,7 @@ impl World {
         self.oracle.grace_is_over = !self.has(Flaw::NoGrace);
         self.with(|state| {
             state.objects.end_unresumed();
-            publish::end_reservation(state);
+            put::end_reservation(state);
         });
     }
 }
@@ -300,7 +300,7 @@ impl World {
                 self.replace_keeper();
             }
             let mut any = false;
-            self.with(|state| any = publish::complete_confirmed(state));
+            self.with(|state| any = put::complete_safe(state));
             if !any {
                 break;
             }
@@ -404,9 +404,9 @@ impl World {
     /// Publishes versions before their descriptors are sent.
     fn answer_early(&mut self) {
         let Some(server) = &mut self.server else { return };
-        server.state.changes.unconfirmed.iter_mut().for_each(|(mark, _)| *mark = Mark::default());
+        server.state.changes.pending.iter_mut().for_each(|(mark, _)| *mark = Mark::default());
         self.with(|state| {
-            publish::complete_confirmed(state);
+            put::complete_safe(state);
         });
     }
 }

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     broker::{
         keeper::KeeperProcess,
-        server::state::{caller::ConnectionId, objects::VersionFd, time::Time},
+        server::state::{caller::ConnectionId, objects::VersionFd, root::Time},
     },
     channel::Cancel,
     wire::broker::{Message, Release},
@@ -230,7 +230,7 @@ impl World {
     }
 
     fn is_keeper_quiet(&self) -> bool {
-        let is_sent = |server: &Server| server.state.changes.unconfirmed.is_empty();
+        let is_sent = |server: &Server| server.state.changes.pending.is_empty();
         !self.keeper.as_ref().is_some_and(KeeperProcess::has_unread) && self.server.as_ref().is_none_or(is_sent)
     }
 }

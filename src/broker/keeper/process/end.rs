@@ -13,8 +13,8 @@ use rustix::net::{Shutdown, shutdown};
 use super::{
     super::{
         HANDOVER_TIMEOUT, VERSION,
+        handover::hand_over,
         message::{Arrival, Message, receive, send},
-        newcomers::answer,
         peer::{ready, until},
     },
     KeeperProcess, descriptor_limit,
@@ -23,13 +23,7 @@ use crate::channel::{Cancel, Listener};
 
 impl KeeperProcess {
     /// Hands everything to another keeper, and exits once that keeper serves.
-    pub(super) fn serve_successor(&mut self, socket: &OwnedFd, pid: i32, version: u32) {
-        if version != VERSION {
-            let why =
-                format!("this keeper has version {VERSION} of its protocol, and the new keeper has version {version}");
-            tracing::warn!("refused keeper {pid}: {why}");
-            return answer(socket, &Message::Refused(why));
-        }
+    pub(super) fn serve_successor(&mut self, socket: &OwnedFd, pid: i32) {
         self.release_server("another keeper");
         self.close_server();
         if self.exit.is_some() {
@@ -37,7 +31,7 @@ impl KeeperProcess {
         }
         match self.hand_to_successor(socket) {
             Ok(()) => {
-                tracing::info!("exiting: another keeper, pid {pid}, holds the {} descriptors", self.held.len());
+                tracing::info!("exiting: another keeper, pid {pid}, holds the {} descriptors", self.held.descriptors());
                 self.twin.end();
                 self.leave_socket();
             }
@@ -50,7 +44,7 @@ impl KeeperProcess {
         send(socket, &Message::Welcome { version: VERSION, allowed: descriptor_limit() }, &[])?;
         send(socket, &Message::Stopping(self.held.last_report.clone()), &[])?;
         send(socket, &Message::Listener, &[newcomers.listener()])?;
-        self.held.hand_over(socket)?;
+        hand_over(&mut self.held, socket)?;
         let deadline = Instant::now() + HANDOVER_TIMEOUT;
         loop {
             match receive(socket)? {
@@ -98,7 +92,7 @@ impl KeeperProcess {
                 tracing::info!(
                     twin,
                     "exiting: the server, pid {pid}, and a twin hold the {} descriptors",
-                    self.held.len()
+                    self.held.descriptors()
                 );
                 self.leave_socket();
             }
@@ -111,14 +105,14 @@ impl KeeperProcess {
 
     /// Handles SIGTERM and SIGINT without a server. If another will follow the last one, whose exit was just now, a twin waits for it.
     fn end_alone(&mut self) {
-        if self.held.len() > 0 && self.awaits_server && self.alone_since.elapsed() < HANDOVER_TIMEOUT {
+        if self.held.descriptors() > 0 && self.awaits_server && self.alone_since.elapsed() < HANDOVER_TIMEOUT {
             self.twin.end();
             self.frees_at = Some(Instant::now() + HANDOVER_TIMEOUT);
             if !self.fork_twin() {
                 return;
             }
             if let Some(twin) = self.twin.pid() {
-                let count = self.held.len();
+                let count = self.held.descriptors();
                 tracing::info!(
                     twin,
                     "exiting: a twin holds {count} descriptors for {HANDOVER_TIMEOUT:?}, for the next server"
@@ -131,7 +125,7 @@ impl KeeperProcess {
     }
 
     pub(super) fn log_end(&self) {
-        let count = self.held.len();
+        let count = self.held.descriptors();
         match &*self.held.last_report {
             _ if count == 0 => tracing::info!("exiting: no descriptors are held"),
             "" => tracing::warn!("exiting, and freeing {count} descriptors that no server has"),

@@ -6,12 +6,12 @@ use nix::poll::PollFlags;
 
 use super::{
     super::{
-        Link, Process, Store, Takeover, VERSION,
+        Link, Process, Store, Takeover,
         link::take_over,
-        message::{Arrival, Message, Piece, receive, send},
+        message::{Arrival, Message, Piece, Role, receive, send},
         peer::{pair, ready},
     },
-    Entries, Held, KeeperProcess,
+    Entries, KeeperProcess,
 };
 use crate::{broker::manifest::BROKER, channel::Cancel};
 
@@ -35,7 +35,7 @@ pub(in crate::broker) enum KeeperFlaw {
 impl KeeperProcess {
     /// A keeper that holds nothing.
     pub(in crate::broker) fn simulated() -> Self {
-        Self::new(Held::new(Entries::default(), String::new()), None, false)
+        Self::new(Entries::none(), None, false)
     }
 
     /// Ends it.
@@ -53,11 +53,11 @@ impl KeeperProcess {
     /// Hands everything to a new server.
     pub(in crate::broker) fn hand_to_server(&mut self, cancel: &Cancel) -> Takeover {
         let (server, keeper) = small_pair();
-        self.replace_server(keeper, 0, VERSION, false);
+        self.replace_server(keeper, 0, false);
         let taken = take_over(server, Process::of(0), Link::to(Path::new("")), cancel).unwrap();
         // The keeper's listener reads the hello before it serves a connection.
         let hello = receive(&self.server.as_ref().expect("the previous server is gone").socket).unwrap();
-        assert!(matches!(hello, Arrival::Message(Message::Hello { resends: false, .. }, _)));
+        assert!(matches!(hello, Arrival::Message(Message::Hello { role: Role::NextServer, .. }, _)));
         taken
     }
 
@@ -65,12 +65,9 @@ impl KeeperProcess {
     pub(in crate::broker) fn accept_server(&mut self, store: &mut Store) -> io::Result<()> {
         let (server, keeper) = small_pair();
         store.start_over(server)?;
-        match receive(&keeper)? {
-            Arrival::Message(Message::Hello { version, resends }, _) => {
-                self.replace_server(keeper, 0, version, resends)
-            }
-            other => panic!("{other:?}"),
-        }
+        let hello = receive(&keeper)?;
+        assert!(matches!(hello, Arrival::Message(Message::Hello { role: Role::SameServer, .. }, _)));
+        self.replace_server(keeper, 0, true);
         Self::clog(store);
         Ok(())
     }
@@ -133,10 +130,10 @@ impl KeeperProcess {
 
     /// Changes a bit of the last manifest.
     pub(in crate::broker) fn damage_manifest(&mut self) {
-        self.held.change_last(|_, entry| {
+        if let Some((_, entry)) = self.held.last_mut() {
             let middle = entry.manifest.len() / 2;
             entry.manifest[middle] ^= 1;
-        });
+        }
     }
 
     /// Forgets completed requests.
@@ -148,13 +145,9 @@ impl KeeperProcess {
 
     /// Holds the last entry a second time.
     pub(in crate::broker) fn repeat_entry(&mut self) {
-        let mut copy = None;
-        self.held.change_last(|key, entry| {
-            let fds = entry.fds.iter().map(|fd| fd.try_clone().unwrap()).collect::<Vec<_>>();
-            copy = Some((key + 1, entry.manifest.clone(), fds));
-        });
-        let Some((key, manifest, fds)) = copy else { return };
-        let descriptors = fds.len() as u8;
+        let Some((key, entry)) = self.held.last_mut() else { return };
+        let fds = entry.fds.iter().map(|fd| fd.try_clone().unwrap()).collect::<Vec<_>>();
+        let (key, manifest, descriptors) = (key + 1, entry.manifest.clone(), fds.len());
         let piece = Piece { key, is_first: true, is_last: true, is_update: false, descriptors, manifest };
         self.held.take(piece, fds).unwrap();
     }

@@ -12,7 +12,7 @@ use nix::unistd::geteuid;
 use super::{reactor::Reactor, timers::Timer};
 use crate::{
     broker::{
-        keeper::{Flushed, Keeper, Link, Mark, Process},
+        keeper::{Flushed, Link, Mark, Process},
         server::state::objects::ServerReport,
     },
     channel::Cancel,
@@ -301,7 +301,7 @@ impl Reactor {
     pub(super) fn report_end(&mut self) {
         const FREED: &str = "the memory is freed, except where clients have it mapped";
         let held = summary(self.state.objects.total());
-        if self.state.objects.store().keeper() == Keeper::None {
+        if !self.state.objects.store().has_keeper() {
             tracing::info!("stopping: {FREED}");
         } else if self.ends_keeper() {
             tracing::info!("stopping server and keeper: {FREED}");

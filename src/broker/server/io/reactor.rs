@@ -22,13 +22,17 @@ use super::{
 };
 use crate::{
     broker::{
-        keeper::Keeper,
         notify,
         server::{
             admit::Resource,
             limits::TimeLimits,
-            state::{caller::ConnectionId, objects::ServerReport, repeats, root::State, time::Time},
-            verbs::{connection, list, publish, watch},
+            state::{
+                caller::ConnectionId,
+                objects::ServerReport,
+                repeats,
+                root::{State, Time},
+            },
+            verbs::{connection, list, put, watch},
         },
     },
     channel::Cancel,
@@ -210,14 +214,14 @@ impl Reactor {
 
     /// Sends queued messages to the keeper, and publishes confirmed versions.
     pub(super) fn sync_store(&mut self) {
-        if self.state.objects.store().keeper() == Keeper::None && self.state.changes.unconfirmed.is_empty() {
+        if !self.state.objects.store().has_keeper() && self.state.changes.pending.is_empty() {
             return;
         }
         loop {
             self.flush_keeper();
             self.state.keeper_pid = self.keeper.pid();
             let mut any = false;
-            self.with(|state| any = publish::complete_confirmed(state));
+            self.with(|state| any = put::complete_safe(state));
             if !any {
                 return;
             }
@@ -230,7 +234,7 @@ impl Reactor {
         // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
         self.report_end();
-        if self.state.objects.store().keeper() == Keeper::None {
+        if !self.state.objects.store().has_keeper() {
             for id in self.connections.ids() {
                 self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
             }
@@ -335,7 +339,7 @@ impl Reactor {
                 Timer::RepeatLimiter => self.state.repeats.log(),
                 Timer::Unresumed => {
                     self.state.objects.end_unresumed();
-                    self.with(publish::end_reservation);
+                    self.with(put::end_reservation);
                 }
             }
         }

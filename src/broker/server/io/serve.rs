@@ -19,8 +19,7 @@ use crate::{
                 caller::{Caller, ConnectionId},
                 effects::{Effect, Outgoing},
                 inspect::{Kind, kind},
-                root::State,
-                time::Time,
+                root::{State, Time},
             },
             verbs::{
                 connection,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::{
     caller::{Caller, ConnectionId},
-    random::random,
+    random,
 };
 use crate::{
     broker::server::admit::{Resource, Users},

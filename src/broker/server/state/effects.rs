@@ -49,7 +49,7 @@ pub(crate) enum Effect {
     },
     /// Connects two clients: sends each one end of a socket pair.
     Meet(Meeting),
-    /// Sends queued messages to the keeper, then calls `verbs::publish::complete_confirmed`.
+    /// Sends queued messages to the keeper, then calls `verbs::put::complete_safe`.
     Store,
 }
 

@@ -3,13 +3,12 @@
 //! | File | Contents |
 //! |---|---|
 //! | `objects/` | names, versions, leases, events; messages to the keeper |
-//! | `client` | each client's leases and pending request |
 //! | `effects` | instructions for the event loop |
 //! | `topics` | publishers and followers, and whom to introduce |
-//! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
+//! | `claims` | claims on missing objects |
 //! | `watchers` | watching clients |
 //! | `caller` | users: permissions |
-//! | `time`, `random` | time of the current request; tokens |
+//! | `root` | all of it; each client's leases and pending request; waiting gets; the time of the current request |
 
 use crate::error::{BrokerError, RefusalCode};
 
@@ -22,19 +21,28 @@ macro_rules! refuse {
 
 pub(super) mod caller;
 pub(super) mod claims;
-pub(super) mod client;
 pub(super) mod effects;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;
-pub(super) mod random;
 pub(super) mod repeats;
 pub(super) mod root;
-pub(super) mod time;
 pub(super) mod topics;
-pub(super) mod waits;
 pub(super) mod watchers;
 
 pub(crate) fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
     Err(BrokerError::new(code, message))
+}
+
+/// Sixteen random bytes, for tokens and identifiers. See getrandom(2).
+pub(crate) fn random() -> [u8; 16] {
+    #[cfg(test)]
+    if let Some(bytes) = crate::broker::server::simulation::random() {
+        return bytes;
+    }
+    let mut bytes = [0; 16];
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    // After the pool is initialised, requests of up to 256 bytes are complete and not interrupted.
+    assert_eq!(filled, Ok(bytes.len()), "getrandom(2) failed");
+    bytes
 }

@@ -1,25 +1,25 @@
 //! The server's state.
 
 use std::{
-    collections::{HashMap, VecDeque},
-    time::Duration,
+    collections::{BTreeSet, HashMap, HashSet, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
 };
 
 use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
-    client::{ClientState, PendingRequest},
     effects::Effects,
     metrics::Metrics,
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
     topics::Topics,
-    waits::Waits,
-    watchers::Watchers,
+    watchers::{WatchState, Watchers},
 };
 use crate::{
     broker::keeper::Mark,
-    wire::broker::{Delete, Restore},
+    error::BrokerError,
+    wire::broker::{Delete, GetHeader, Restore, Token, Who},
 };
 
 pub(crate) struct State {
@@ -49,8 +49,8 @@ pub(crate) struct State {
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     /// Oldest first. The keeper confirms a change when it has read everything before the mark.
-    pub(crate) unconfirmed: VecDeque<(Mark, Unconfirmed)>,
-    /// Changes of names that have an unconfirmed put, and puts of reserved names, oldest first.
+    pub(crate) pending: VecDeque<(Mark, PendingChange)>,
+    /// Changes of names that have an pending put, and puts of reserved names, oldest first.
     pub(crate) waiting: HashMap<String, VecDeque<Change>>,
     /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
     pub(crate) reserves_names: bool,
@@ -79,7 +79,7 @@ impl Changes {
 
 /// A change that the keeper has not confirmed.
 #[derive(Debug)]
-pub(crate) enum Unconfirmed {
+pub(crate) enum PendingChange {
     /// The version with this key.
     Put { key: u64, name: String, makers: Vec<ConnectionId>, restore: Option<Restore> },
     /// A client's request whose changes are done.
@@ -129,5 +129,123 @@ impl State {
     /// Whether the event loop has work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
         self.objects.has_work() || self.watchers.has_queued() || !self.listings.is_empty()
+    }
+}
+
+/// A client, without its socket.
+#[derive(Debug)]
+pub(crate) struct ClientState {
+    pub(crate) caller: Caller,
+    pub(crate) greeted: bool,
+    pub(crate) request: PendingRequest,
+    pub(crate) request_info: Option<RequestInfo>,
+    pub(crate) leases: HashSet<Token>,
+    /// Leases of the answer being sent. Their segments are needed until the socket has accepted every record.
+    pub(crate) sending: Vec<Token>,
+    /// Names that this client put and whose lifetime depends on it.
+    pub(crate) names: HashSet<Arc<str>>,
+}
+
+/// Resources charged for the pending request.
+#[derive(Debug)]
+pub(crate) struct RequestInfo {
+    pub(crate) verb: &'static str,
+    pub(crate) since: Instant,
+    /// Bytes of memory charged to the user.
+    pub(crate) bytes: u64,
+}
+
+/// The state of a client's request.
+#[derive(Debug, Default)]
+pub(crate) enum PendingRequest {
+    #[default]
+    None,
+    /// Waits for the rest of a put's segments. With a `problem`, the put is refused after the last one.
+    Upload { version: Box<NewVersion>, problem: Option<BrokerError> },
+    /// Waits for the other parts of its put.
+    Parts(DraftKey),
+    /// Waits for an object.
+    Object(Box<PendingGet>),
+    /// Waits until its change takes effect.
+    Change,
+    /// Waits for events.
+    Watch(Box<WatchState>),
+    /// Waits for introductions.
+    Topic,
+    /// Waits for the next slice of a lease listing.
+    Leases(Who),
+}
+
+impl ClientState {
+    pub(crate) fn new(caller: Caller) -> Self {
+        Self {
+            caller,
+            greeted: false,
+            request: PendingRequest::None,
+            request_info: None,
+            leases: HashSet::new(),
+            sending: Vec::new(),
+            names: HashSet::new(),
+        }
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        !matches!(self.request, PendingRequest::None) || !self.sending.is_empty()
+    }
+
+    /// Whether some records of a lease are still unsent.
+    pub(crate) fn is_sending(&self, token: Token) -> bool {
+        self.sending.contains(&token)
+    }
+}
+
+/// An unanswered get.
+#[derive(Debug)]
+pub(crate) struct PendingGet {
+    pub(crate) get: GetHeader,
+    /// `None` before the wait starts.
+    pub(crate) deadline: Option<Instant>,
+}
+
+/// Clients with waiting gets, by object name, in the order in which they connected.
+#[derive(Debug, Default)]
+pub(crate) struct Waits(BTreeSet<(String, ConnectionId)>);
+
+impl Waits {
+    pub(crate) fn add(&mut self, id: ConnectionId, get: &GetHeader) {
+        self.0.extend(get.objects.iter().map(|object| (object.name.clone(), id)));
+    }
+
+    pub(crate) fn remove(&mut self, id: ConnectionId, get: &GetHeader) {
+        for object in &get.objects {
+            self.0.remove(&(object.name.clone(), id));
+        }
+    }
+
+    /// Clients that wait for a name.
+    pub(crate) fn of(&self, name: &str) -> Vec<ConnectionId> {
+        let all = (name.to_owned(), ConnectionId(0))..=(name.to_owned(), ConnectionId(u64::MAX));
+        self.0.range(all).map(|(_, id)| *id).collect()
+    }
+}
+
+/// A time on both clocks. Only the event loop reads them, so everything below it is a function of its arguments.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Time {
+    /// Monotonic.
+    pub(crate) at: Instant,
+    /// Milliseconds since 1970.
+    pub(crate) ms: u64,
+}
+
+impl Time {
+    pub(crate) fn now() -> Self {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { at: Instant::now(), ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX) }
+    }
+
+    /// The time after `wait`, which a client chose: it may be centuries.
+    pub(crate) fn after(self, wait: Duration) -> Instant {
+        self.at.checked_add(wait).unwrap_or_else(|| self.at + Duration::from_secs(u32::MAX.into()))
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{
     effects::Effect,
-    get, parts, publish,
+    get, put,
     reply::{refuse, reply},
     watch::page_sent,
 };
@@ -13,8 +13,7 @@ use crate::{
         admit::Resource,
         state::{
             caller::{Caller, ConnectionId},
-            client::{ClientState, PendingRequest},
-            root::State,
+            root::{ClientState, PendingRequest, State},
         },
     },
     error::{BrokerError, ErrorCode},
@@ -62,10 +61,10 @@ pub(crate) fn disconnected(state: &mut State, id: ConnectionId) {
         state.objects.users().sub(uid, Resource::Requests, request_info.bytes);
     }
     match client.request {
-        PendingRequest::Upload { version, .. } => publish::discard(state, *version),
+        PendingRequest::Upload { version, .. } => put::discard(state, *version),
         PendingRequest::Object(waiting) => state.waits.remove(id, &waiting.get),
-        PendingRequest::Parts(key) => parts::withdraw(state, id, &key),
-        PendingRequest::Confirmation => publish::withdraw(state, id),
+        PendingRequest::Parts(key) => put::withdraw_part(state, id, &key),
+        PendingRequest::Change => put::withdraw_changes(state, id),
         _ => {}
     }
     state.objects.connection_closed(id, uid, client.leases, client.names);
@@ -92,7 +91,7 @@ pub(crate) fn deadline_passed(state: &mut State, id: ConnectionId) {
         state.effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
     } else if let PendingRequest::Parts(key) = &client.request {
         let key = key.clone();
-        parts::wait_timed_out(state, id, &key);
+        put::parts_timed_out(state, id, &key);
     } else {
         get::wait_timed_out(state, id);
     }

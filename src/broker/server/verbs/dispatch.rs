@@ -5,12 +5,9 @@ use std::os::fd::OwnedFd;
 use super::{
     connection::hello,
     effects::Effect,
-    get::get,
-    lease::{recall, release, report, resume},
-    list::{list, stat, who},
-    metrics::measure,
-    publish::delete,
-    put::{put, segments},
+    get::{get, recall, release, report, resume},
+    list::{list, measure, stat, who},
+    put::{delete, put, segments},
     reply::refuse,
     topic::{follow, met, open},
     watch::watch,
@@ -18,7 +15,10 @@ use super::{
 use crate::{
     broker::server::{
         admit::{NOBODY, Resource},
-        state::{caller::ConnectionId, client::RequestInfo, root::State},
+        state::{
+            caller::ConnectionId,
+            root::{RequestInfo, State},
+        },
     },
     error::BrokerError,
     wire::{MAX_BODY, broker::Message},

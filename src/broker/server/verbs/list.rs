@@ -1,4 +1,6 @@
-//! List, stat and who.
+//! List, stat, who, and the server's metrics.
+
+use std::process;
 
 use super::{
     reply::{refuse, reply, reply_with},
@@ -7,10 +9,18 @@ use super::{
 use crate::{
     broker::{
         name::check_name,
-        server::state::{caller::ConnectionId, client::PendingRequest, objects::LeasePage, root::State},
+        server::{
+            admit::{Limits, Resource},
+            state::{
+                caller::ConnectionId,
+                objects::{LeasePage, ServerReport},
+                root::{PendingRequest, State},
+            },
+        },
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{HeldClaim, List, Message, Stat, Who},
+    sys,
+    wire::broker::{HeldClaim, KeeperInfo, List, Measured, Message, Room, Stat, StoreRoom, Who},
 };
 
 /// The most bytes of claims. The rest of a record holds leases, totals and figures.
@@ -58,7 +68,7 @@ pub(crate) fn who(state: &mut State, id: ConnectionId, who: Who) {
 }
 
 /// The oldest claims that a client may see: as many as fit. It learns no more names than from a `get`.
-pub(super) fn claims(state: &State, id: ConnectionId, prefix: &str) -> Vec<HeldClaim> {
+fn claims(state: &State, id: ConnectionId, prefix: &str) -> Vec<HeldClaim> {
     let Some(caller) = state.caller(id) else { return Vec::new() };
     let is_waiting = |name: &str| {
         let mut waiting = state.waits.of(name).into_iter().filter_map(|id| state.caller(id));
@@ -91,4 +101,47 @@ pub(crate) fn continue_listing(state: &mut State) {
         let next = next.clone();
         who(state, id, next);
     }
+}
+
+/// The most bytes of per-user totals.
+const TOTALS_BYTES: usize = 32 * 1024;
+
+/// Answers with the server's metrics.
+pub(crate) fn measure(state: &mut State, id: ConnectionId) {
+    let Some(caller) = state.caller(id).cloned() else { return };
+    let ServerReport { objects, versions, leases, .. } = state.objects.total();
+    let (used, allowed) = state.objects.store().room();
+    let users = state.objects.users();
+    let (Limits { user, total, files, .. }, used_files) = (users.limits, users.total(Resource::Descriptors));
+    let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
+    let measured = Measured {
+        instance: state.objects.events().instance().to_owned(),
+        started_ms: state.metrics.started_ms,
+        restarts: state.objects.events().restarts(),
+        objects,
+        versions,
+        leases,
+        connections: number(state.clients.len()),
+        watchers: number(state.watchers.len()),
+        descriptors: Room { used: used_files, allowed: files },
+        store: StoreRoom {
+            kind: if state.objects.store().has_keeper() { "keeper" } else { "none" }.to_owned(),
+            used: number(used),
+            allowed: number(allowed),
+        },
+        requests: state.metrics.requests().collect(),
+        durations: state.metrics.durations().collect(),
+        totals: state.objects.totals(&caller, TOTALS_BYTES),
+        version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        quota: Some(user),
+        total_quota: Some(total),
+        pid: Some(process::id()),
+        keeper: state
+            .keeper_pid
+            .filter(|_| state.objects.store().is_greeted())
+            .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
+        claims: Some(claims(state, id, "")),
+        topics: Some(topic::list(state, id, "")),
+    };
+    reply(state, id, &Message::Measured(Box::new(measured)));
 }

@@ -4,9 +4,8 @@
 //! |---|---|
 //! | `dispatch` | selects the function for a message |
 //! | `connection` | connects, hellos, disconnects, deadlines, completed sends |
-//! | `put`, `parts` | checks of puts, and drafts of several puts |
-//! | `publish` | published versions and deletions, once the keeper has them |
-//! | `get`, `lease`, `list`, `topic`, `watch`, `metrics` | the other verbs |
+//! | `put` | puts and deletes, and how they take effect |
+//! | `get`, `list`, `topic`, `watch` | the other verbs |
 //! | `reply` | answers and refusals |
 
 use super::state::effects;
@@ -14,15 +13,10 @@ use super::state::effects;
 pub(super) mod connection;
 pub(super) mod dispatch;
 mod get;
-mod lease;
 pub(super) mod list;
-mod metrics;
-mod parts;
-pub(super) mod publish;
-mod put;
+pub(super) mod put;
 mod reply;
 #[cfg(test)]
 mod tests;
 pub(super) mod topic;
-
 pub(super) mod watch;

@@ -8,8 +8,7 @@ use crate::{
         admit::Resource,
         state::{
             caller::{Caller, ConnectionId},
-            client::{PendingRequest, RequestInfo},
-            root::State,
+            root::{PendingRequest, RequestInfo, State},
         },
     },
     error::{BrokerError, RefusalCode},

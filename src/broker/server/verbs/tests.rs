@@ -12,7 +12,7 @@ use super::{
     connection::{all_sent, connected, disconnected},
     dispatch::handle,
     effects::{Effect, Effects},
-    publish::complete_confirmed,
+    put::complete_safe,
     watch::send_events,
 };
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
                 caller::{Caller, ConnectionId},
                 objects::Objects,
                 root::State,
-                time::Time,
+                root::Time,
             },
         },
         table,
@@ -58,7 +58,7 @@ impl Fixture {
     fn with(quota: Quota, files: usize) -> Self {
         let limits = Limits::new(quota, Quota::default(), files);
         let now = Time::now();
-        let objects = Objects::restore(now, limits, RESUME, Store::none(), BTreeMap::new());
+        let objects = Objects::restore(now, limits, RESUME, Store::default(), BTreeMap::new());
         Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, limits, now }
     }
 
@@ -71,7 +71,7 @@ impl Fixture {
         };
         let entries = old.copy().versions.keys().map(entry).collect();
         self.now.ms += after_ms;
-        let objects = Objects::restore(self.now, self.limits, RESUME, Store::none(), entries);
+        let objects = Objects::restore(self.now, self.limits, RESUME, Store::default(), entries);
         self.state = State::new(objects, Duration::from_secs(30), false);
     }
 
@@ -114,7 +114,7 @@ impl Fixture {
         while let Some(effect) = self.state.effects.0.pop_front() {
             match effect {
                 Effect::Store => {
-                    complete_confirmed(&mut self.state);
+                    complete_safe(&mut self.state);
                 }
                 Effect::Send { client, .. } => {
                     all_sent(&mut self.state, client);

@@ -7,7 +7,10 @@ use super::{
 use crate::{
     broker::{
         name::{check_name, check_prefix},
-        server::state::{caller::ConnectionId, client::PendingRequest, root::State},
+        server::state::{
+            caller::ConnectionId,
+            root::{PendingRequest, State},
+        },
     },
     error::BrokerError,
     wire::broker::{Follow, HeldTopic, Message, OpenTopic, Opened},

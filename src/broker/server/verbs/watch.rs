@@ -2,7 +2,11 @@
 
 use super::effects::{Effect, Outgoing};
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State, watchers::WatchState},
+    broker::server::state::{
+        caller::ConnectionId,
+        root::{PendingRequest, State},
+        watchers::WatchState,
+    },
     wire::broker::{Event, Events, Message, WatchHeader},
 };
 

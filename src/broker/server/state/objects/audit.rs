@@ -137,7 +137,7 @@ impl Objects {
         for version in audit.versions.values() {
             want.entry(version.payer).or_default()[2] += version.bytes;
         }
-        for version in self.unconfirmed.values() {
+        for version in self.pending.values() {
             let new = u64::from(!self.names.contains_key(version.record.name.as_str()));
             want.entry(version.record.owner.uid).or_default()[0] += new;
             want.entry(version.record.payer()).or_default()[2] += version.record.memory();
@@ -169,19 +169,19 @@ impl Objects {
 
     /// The entries that the keeper must have: key, manifest, number of descriptors.
     pub(in crate::broker::server) fn entries(&self) -> impl Iterator<Item = (u64, Vec<u8>, usize)> {
-        let versions = self.versions.keys().chain(self.unconfirmed.keys()).copied();
+        let versions = self.versions.keys().chain(self.pending.keys()).copied();
         let keys = std::iter::once(BROKER).chain(self.events.keys()).chain(versions);
         keys.filter_map(|key| self.manifest(key).map(|(manifest, fds)| (key, manifest, fds)))
     }
 
     /// The users and bytes of versions that the keeper has not confirmed.
-    pub(in crate::broker::server) fn unconfirmed(&self) -> impl Iterator<Item = (u32, u64)> {
-        self.unconfirmed.values().map(|version| (version.record.payer(), version.record.memory()))
+    pub(in crate::broker::server) fn pending(&self) -> impl Iterator<Item = (u32, u64)> {
+        self.pending.values().map(|version| (version.record.payer(), version.record.memory()))
     }
 
     /// The descriptors of unpublished versions that the keeper does not have yet, as counted.
     pub(in crate::broker::server) fn reserved(&self) -> usize {
-        let held = self.versions.values().chain(self.unconfirmed.values()).map(|version| version.fds.len());
+        let held = self.versions.values().chain(self.pending.values()).map(|version| version.fds.len());
         let counted = [Resource::Connections, Resource::Closing, Resource::Blocking].map(|of| self.users.total(of));
         let others = counted.iter().sum::<u64>() as usize + self.own.len() + held.sum::<usize>();
         self.users.total(Resource::Descriptors) as usize - others

@@ -7,7 +7,7 @@ use uuid::Builder;
 use crate::{
     broker::{
         manifest::{Completed, Identity, Manifest, Version},
-        server::state::random::random,
+        server::state::random,
     },
     wire::broker::{Event, EventKind, Maker, Owner, Token},
 };

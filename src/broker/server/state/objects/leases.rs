@@ -8,8 +8,7 @@ use crate::{
         admit::Resource,
         state::{
             caller::{Caller, ConnectionId, Right},
-            random::random,
-            refuse,
+            random, refuse,
         },
     },
     error::{BrokerError, RefusalCode},

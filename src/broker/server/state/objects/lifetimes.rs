@@ -34,7 +34,7 @@ impl Objects {
         match self.names.get(name).and_then(Name::expires_at) {
             Some(at) if at > self.now.at => self.note_expiry(name),
             // The put's end checks the name again.
-            Some(_) if !self.is_unconfirmed(name) => self.remove_unasked(name, "expired"),
+            Some(_) if !self.is_pending(name) => self.remove_unasked(name, "expired"),
             _ => {}
         }
     }

@@ -21,7 +21,7 @@ mod select;
 mod view;
 
 use std::{
-    collections::{BTreeMap, HashSet, VecDeque},
+    collections::{BTreeMap, VecDeque},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Instant,
@@ -40,7 +40,7 @@ pub(crate) use self::{
     select::Selection,
     view::LeasePage,
 };
-use super::time::Time;
+use super::root::Time;
 use crate::{
     broker::{
         keeper::Store,
@@ -87,9 +87,8 @@ pub(crate) struct Objects {
     store: Store,
     /// The listening socket and the device nodes, which the keeper holds too.
     own: Vec<OwnedFd>,
-    /// Versions that the keeper has not confirmed, by key.
-    unconfirmed: BTreeMap<u64, Version>,
-    unconfirmed_names: HashSet<String>,
+    /// Versions that the keeper does not have yet, by key.
+    pending: BTreeMap<u64, Version>,
     /// Versions by the tokens of their puts.
     requests: BTreeMap<Token, u64>,
     last_key: u64,
@@ -172,8 +171,7 @@ impl Objects {
             events,
             store,
             own: Vec::new(),
-            unconfirmed: BTreeMap::new(),
-            unconfirmed_names: HashSet::new(),
+            pending: BTreeMap::new(),
             requests: BTreeMap::new(),
             last_key: 0,
             last_restored: 0,
@@ -198,7 +196,7 @@ impl Objects {
 
     /// A version, published or not.
     fn version(&self, key: u64) -> Option<&Version> {
-        self.versions.get(&key).or_else(|| self.unconfirmed.get(&key))
+        self.versions.get(&key).or_else(|| self.pending.get(&key))
     }
 
     /// A descriptor of a leased version.

@@ -17,7 +17,7 @@ use crate::{
             state::{
                 caller::{Caller, ConnectionId, Right},
                 inspect::inspect,
-                random::random,
+                random,
             },
         },
         table,
@@ -264,12 +264,12 @@ impl Objects {
     }
 
     /// Whether a version of this name waits for the keeper.
-    pub(crate) fn is_unconfirmed(&self, name: &str) -> bool {
-        self.unconfirmed_names.contains(name)
+    pub(crate) fn is_pending(&self, name: &str) -> bool {
+        self.pending.values().any(|version| version.record.name == name)
     }
 
     /// Checks a put and gives the version to the keeper. [`Objects::publish`] follows once the keeper has confirmed it. No version of the
-    /// name may be unconfirmed. Returns the version's key. On failure, its descriptors become garbage.
+    /// name may be pending. Returns the version's key. On failure, its descriptors become garbage.
     pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
         let checked = self.check_put(caller, &put);
         if let Err(refusal) = checked.and_then(|()| self.store.require_room(put.descriptors())) {
@@ -289,8 +289,7 @@ impl Objects {
             }
         }
         self.store.send(key, fds.len());
-        self.unconfirmed_names.insert(record.name.clone());
-        self.unconfirmed.insert(key, Version { record, fds, leases: 0 });
+        self.pending.insert(key, Version { record, fds, leases: 0 });
         Ok(key)
     }
 
@@ -329,8 +328,7 @@ impl Objects {
 
     /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.
     pub(crate) fn publish(&mut self, key: u64, maker: Option<ConnectionId>) -> Option<Published> {
-        let Version { record, fds, .. } = self.unconfirmed.remove(&key)?;
-        self.unconfirmed_names.remove(&record.name);
+        let Version { record, fds, .. } = self.pending.remove(&key)?;
         let replaces = self.names.contains_key(record.name.as_str());
         let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
         let server = || Maker { pid: 0, uid: record.owner.uid, command: None };

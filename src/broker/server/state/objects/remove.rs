@@ -13,7 +13,7 @@ use crate::{
 };
 
 impl Objects {
-    /// Deletes a name at a caller's request. No version of the name may be unconfirmed.
+    /// Deletes a name at a caller's request. No version of the name may be pending.
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
         if let Some(request) = request {
             match self.events.delete(request) {

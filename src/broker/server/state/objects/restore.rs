@@ -13,7 +13,7 @@ use crate::broker::{
     manifest::{BROKER, Manifest, Version},
     server::{
         admit::{Limits, NOBODY, Resource},
-        state::{caller::ConnectionId, time::Time},
+        state::{caller::ConnectionId, root::Time},
     },
 };
 
@@ -173,7 +173,7 @@ impl Objects {
         self.store.send(BROKER, self.own.len());
         self.events.keys().for_each(|key| self.store.send(key, 0));
         let mut versions: Vec<_> =
-            self.versions.iter().chain(&self.unconfirmed).map(|(key, of)| (*key, of.fds.len())).collect();
+            self.versions.iter().chain(&self.pending).map(|(key, of)| (*key, of.fds.len())).collect();
         versions.sort_unstable_by(|a, b| b.cmp(a));
         for (key, descriptors) in versions {
             self.store.send(key, descriptors);

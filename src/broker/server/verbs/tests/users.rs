@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::{
-    broker::server::verbs::publish::end_reservation,
+    broker::server::verbs::put::end_reservation,
     wire::broker::{Leases, Refusal},
 };
 
