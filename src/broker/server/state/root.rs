@@ -1,8 +1,7 @@
 //! The server's state.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet, VecDeque},
-    sync::Arc,
+    collections::{BTreeSet, HashMap, VecDeque},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -14,7 +13,7 @@ use super::{
     objects::{NewVersion, Objects},
     repeats::RepeatLimiter,
     topics::Topics,
-    watchers::{WatchState, Watchers},
+    watchers::Watchers,
 };
 use crate::{
     broker::keeper::Mark,
@@ -139,11 +138,8 @@ pub(crate) struct ClientState {
     pub(crate) greeted: bool,
     pub(crate) request: PendingRequest,
     pub(crate) request_info: Option<RequestInfo>,
-    pub(crate) leases: HashSet<Token>,
     /// Leases of the answer being sent. Their segments are needed until the socket has accepted every record.
     pub(crate) sending: Vec<Token>,
-    /// Names that this client put and whose lifetime depends on it.
-    pub(crate) names: HashSet<Arc<str>>,
 }
 
 /// Resources charged for the pending request.
@@ -169,7 +165,7 @@ pub(crate) enum PendingRequest {
     /// Waits until its change takes effect.
     Change,
     /// Waits for events.
-    Watch(Box<WatchState>),
+    Watch,
     /// Waits for introductions.
     Topic,
     /// Waits for the next slice of a lease listing.
@@ -178,15 +174,7 @@ pub(crate) enum PendingRequest {
 
 impl ClientState {
     pub(crate) fn new(caller: Caller) -> Self {
-        Self {
-            caller,
-            greeted: false,
-            request: PendingRequest::None,
-            request_info: None,
-            leases: HashSet::new(),
-            sending: Vec::new(),
-            names: HashSet::new(),
-        }
+        Self { caller, greeted: false, request: PendingRequest::None, request_info: None, sending: Vec::new() }
     }
 
     pub(crate) fn is_busy(&self) -> bool {

@@ -10,27 +10,13 @@ use super::{
     objects::{Events, Seen},
 };
 
-/// A client's watch.
-#[derive(Debug)]
-pub(crate) struct WatchState {
-    pub(crate) prefix: String,
-    /// The last event compared with the watch.
-    pub(crate) after: u64,
-    /// Whether the first record, which confirms the watch, is still unsent.
-    pub(crate) new: bool,
-    /// Whether the next record must report lost events.
-    pub(crate) lost: bool,
-    /// Whether the socket has not accepted the last record yet.
-    pub(crate) unsent: bool,
-}
-
 /// All watching connections.
 ///
 /// Connections with nothing to send are grouped by prefix and permissions. An event queues whole groups. It costs nothing for the other
 /// groups, or for a connection whose peer does not read.
 #[derive(Debug, Default)]
 pub(crate) struct Watchers {
-    members: HashMap<ConnectionId, Member>,
+    members: HashMap<ConnectionId, Watch>,
     /// By prefix and permissions.
     idle: HashMap<Arc<str>, HashMap<Arc<Reader>, HashSet<ConnectionId>>>,
     /// Connections with possibly unsent events, oldest first.
@@ -39,13 +25,21 @@ pub(crate) struct Watchers {
     seen: u64,
 }
 
+/// A client's watch.
 #[derive(Debug)]
-struct Member {
-    prefix: Arc<str>,
-    reader: Arc<Reader>,
-    queued: bool,
-    /// No event up to this number concerns the connection, except events already sent.
-    skip: u64,
+pub(crate) struct Watch {
+    pub(crate) prefix: Arc<str>,
+    /// The client's permissions.
+    pub(crate) reader: Arc<Reader>,
+    is_queued: bool,
+    /// No event up to this number concerns the client, except events already sent.
+    pub(crate) after: u64,
+    /// Whether the first record, which confirms the watch, is still unsent.
+    pub(crate) is_new: bool,
+    /// Whether the next record must report lost events.
+    pub(crate) is_lost: bool,
+    /// Whether the socket has not accepted the last record yet.
+    pub(crate) is_unsent: bool,
 }
 
 impl Watchers {
@@ -62,10 +56,15 @@ impl Watchers {
         !self.queue.is_empty()
     }
 
-    pub(crate) fn add(&mut self, id: ConnectionId, prefix: &str, reader: Reader) {
+    pub(crate) fn add(&mut self, id: ConnectionId, prefix: &str, reader: Reader, after: u64, is_lost: bool) {
         let (prefix, reader) = (prefix.into(), Arc::new(reader));
-        self.members.insert(id, Member { prefix, reader, queued: false, skip: 0 });
+        let (is_queued, is_new, is_unsent) = (false, true, false);
+        self.members.insert(id, Watch { prefix, reader, is_queued, after, is_new, is_lost, is_unsent });
         self.enqueue(id);
+    }
+
+    pub(crate) fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Watch> {
+        self.members.get_mut(&id)
     }
 
     pub(crate) fn remove(&mut self, id: ConnectionId) {
@@ -84,33 +83,28 @@ impl Watchers {
 
     /// Queues a connection that may have unsent events.
     pub(crate) fn enqueue(&mut self, id: ConnectionId) {
-        if let Some(member) = self.members.get_mut(&id).filter(|member| !member.queued) {
-            member.queued = true;
+        if let Some(member) = self.members.get_mut(&id).filter(|member| !member.is_queued) {
+            member.is_queued = true;
             self.queue.push_back(id);
         }
     }
 
-    /// The next queued connection, and the event up to which no event concerns it.
-    pub(crate) fn next(&mut self) -> Option<(ConnectionId, u64)> {
+    /// The next queued connection.
+    pub(crate) fn next(&mut self) -> Option<ConnectionId> {
         loop {
             let id = self.queue.pop_front()?;
             if let Some(member) = self.members.get_mut(&id) {
-                member.queued = false;
-                return Some((id, std::mem::take(&mut member.skip)));
+                member.is_queued = false;
+                return Some(id);
             }
         }
     }
 
     /// Moves a connection with no unsent events to its group.
     pub(crate) fn set_idle(&mut self, id: ConnectionId) {
-        let Some(Member { prefix, reader, .. }) = self.members.get(&id) else { return };
+        let Some(Watch { prefix, reader, .. }) = self.members.get(&id) else { return };
         let groups = self.idle.entry(Arc::clone(prefix)).or_default();
         groups.entry(Arc::clone(reader)).or_default().insert(id);
-    }
-
-    /// The permissions of a watching client.
-    pub(crate) fn reader(&self, id: ConnectionId) -> Option<Arc<Reader>> {
-        self.members.get(&id).map(|member| Arc::clone(&member.reader))
     }
 
     /// Queues the clients that new events concern.
@@ -149,7 +143,7 @@ impl Watchers {
         for id in ids {
             self.enqueue(id);
             if let Some(member) = self.members.get_mut(&id) {
-                member.skip = skip;
+                member.after = member.after.max(skip);
             }
         }
     }

@@ -67,7 +67,7 @@ pub(crate) fn disconnected(state: &mut State, id: ConnectionId) {
         PendingRequest::Change => put::withdraw_changes(state, id),
         _ => {}
     }
-    state.objects.connection_closed(id, uid, client.leases, client.names);
+    state.objects.connection_closed(id, uid);
     state.objects.clean_up_closed();
     get::end_claims(state, id);
 }
@@ -109,7 +109,7 @@ pub(crate) fn all_sent(state: &mut State, id: ConnectionId) {
 pub(crate) fn send_failed(state: &mut State, id: ConnectionId, refusal: BrokerError) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let mut tokens = std::mem::take(&mut client.sending);
-    tokens.retain(|token| client.leases.remove(token));
+    tokens.retain(|token| state.objects.holder(*token) == Some(id));
     tokens.into_iter().for_each(|token| state.objects.end_lease(token));
     refuse(state, id, refusal);
 }

@@ -14,7 +14,7 @@ use crate::{
         server::state::{
             caller::ConnectionId,
             claims::Claims,
-            objects::{Objects, Resumption, Selection},
+            objects::{Objects, Selection},
             root::{PendingGet, PendingRequest, State},
         },
     },
@@ -151,7 +151,6 @@ fn send_leases(state: &mut State, id: ConnectionId, selections: &[Selection]) {
     count(state, id, "ok");
     end_request(state, id);
     if let Some(client) = state.clients.get_mut(&id) {
-        client.leases.extend(&tokens);
         client.sending = tokens;
         state.effects.push(Effect::Send { client: id, records });
     }
@@ -201,10 +200,10 @@ fn check(get: &GetHeader) -> Result<(), BrokerError> {
 
 /// Ends a lease or a claim.
 pub(crate) fn release(state: &mut State, id: ConnectionId, token: Token) {
-    let Some(client) = state.clients.get_mut(&id) else { return };
+    let Some(client) = state.clients.get(&id) else { return };
     if client.is_sending(token) {
         state.effects.protocol_error(id, "a lease was released before it was received completely");
-    } else if client.leases.remove(&token) {
+    } else if state.objects.holder(token) == Some(id) {
         state.objects.end_lease(token);
     } else {
         end_claim(state, id, token);
@@ -213,7 +212,9 @@ pub(crate) fn release(state: &mut State, id: ConnectionId, token: Token) {
 
 /// Keeps a report about a leased version.
 pub(crate) fn report(state: &mut State, id: ConnectionId, report: ReportHeader) {
-    let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
+    let Some(client) = state.clients.get(&id).filter(|_| state.objects.holder(report.token) == Some(id)) else {
+        return;
+    };
     let should_log = state.repeats.should_log(client.caller.uid, "a reader reports that memory differs from its claim");
     state.objects.report(&client.caller, report.token, report.message, should_log);
 }
@@ -227,18 +228,8 @@ pub(crate) fn resume(state: &mut State, id: ConnectionId, resume: Resume) {
         holder.is_some_and(|holder| holder.is_sending(lease.token))
     };
     let (sending, leases): (Vec<_>, Vec<_>) = resume.leases.into_iter().partition(is_sending);
-    let resume = Resume { leases, puts: resume.puts };
-    let Resumption { leases, names, before, mut lost } = state.objects.resume(&caller, &resume);
+    let mut lost = state.objects.resume(&caller, &leases, &resume.puts);
     lost.extend(sending.iter().map(|lease| lease.token));
-    for (other, token) in before {
-        if let Some(other) = state.clients.get_mut(&other) {
-            other.leases.remove(&token);
-        }
-    }
-    if let Some(client) = state.clients.get_mut(&id) {
-        client.leases.extend(leases);
-        client.names.extend(names);
-    }
     let instance = state.objects.events().instance().to_owned();
     reply(state, id, &Message::Resumed(Resumed { instance, lost }));
 }

@@ -24,7 +24,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Segments,
-        broker::{Delete, Done, MAX_SEGMENTS, Message, Published, PutHeader, Restore, Resume, Send, Token},
+        broker::{Delete, Done, MAX_SEGMENTS, Message, Published, PutHeader, Restore, Send, Token},
     },
 };
 
@@ -369,15 +369,8 @@ fn publish(state: &mut State, key: u64, name: &str, makers: &[ConnectionId], res
     let caller = makers.iter().find_map(|id| state.caller(*id)).cloned();
     let maker = caller.as_ref().map(|caller| caller.connection);
     let Some(version) = state.objects.publish(key, maker) else { return };
-    if let Some(caller) = caller
-        && let Some(client) = state.clients.get_mut(&caller.connection)
-    {
-        if state.objects.depends_on_maker(name) {
-            client.names.insert(name.into());
-        }
-        if let Some(restore) = restore {
-            client.leases.extend(state.objects.restore_leases(&caller, key, &restore.leases));
-        }
+    if let (Some(caller), Some(restore)) = (caller, restore) {
+        state.objects.restore_leases(&caller, key, &restore.leases);
     }
     reply_to_makers(state, makers, &Ok(version));
     published(state, name);
@@ -393,20 +386,17 @@ fn published_before(
     let find = |request: &Token| state.objects.published_before(caller, name, *request).transpose();
     let published = requests.iter().find_map(find)?;
     // If the name's lifetime depends on its maker, it now depends on this connection.
-    if published.is_ok()
-        && let Some(client) = state.clients.get_mut(&caller.connection)
-    {
-        let resume = Resume { leases: Vec::new(), puts: requests.to_vec() };
-        client.names.extend(state.objects.resume(caller, &resume).names);
+    if published.is_ok() {
+        state.objects.resume(caller, &[], requests);
     }
     Some(published)
 }
 
 /// Gives a client its leases of a version that another client has already restored, if it may restore the version itself.
 fn restored_version(state: &mut State, id: ConnectionId, name: &str, restore: &Restore) -> Option<Published> {
-    let client = state.clients.get_mut(&id)?;
+    let client = state.clients.get(&id)?;
     let key = state.objects.restored(&client.caller, name, restore)?;
-    client.leases.extend(state.objects.restore_leases(&client.caller, key, &restore.leases));
+    state.objects.restore_leases(&client.caller, key, &restore.leases);
     Some(Published { version: restore.version, id: restore.id.clone() })
 }
 

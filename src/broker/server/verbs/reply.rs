@@ -69,7 +69,7 @@ pub(crate) fn answer(state: &mut State, id: ConnectionId, result: Result<Message
 pub(crate) fn end_request(state: &mut State, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match std::mem::take(&mut client.request) {
-        PendingRequest::Watch(_) => state.watchers.remove(id),
+        PendingRequest::Watch => state.watchers.remove(id),
         PendingRequest::Topic => state.topics.remove(id),
         _ => {}
     }

@@ -1,7 +1,5 @@
 //! Tests verbs as functions from requests to effects.
 
-mod bounds;
-mod leases;
 mod users;
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
@@ -19,7 +17,7 @@ use crate::{
     broker::{
         keeper::{Entry, Source, Store},
         server::{
-            admit::{Limits, Resource},
+            admit::Limits,
             state::{
                 caller::{Caller, ConnectionId},
                 objects::Objects,
@@ -33,7 +31,7 @@ use crate::{
     error::{ErrorCode, RefusalCode},
     sys::{memfd, overflow_uid},
     wire::{
-        Hello, MAX_FDS, Segments, VERSION,
+        Hello, MAX_FDS, VERSION,
         broker::{BROKER, Delete, EventKind, Message, Published, Quota, Stat, Token, Who},
     },
 };
@@ -77,26 +75,21 @@ impl Fixture {
 
     /// Connects a client that has sent its hello.
     fn client(&mut self) -> ConnectionId {
-        let (connection, seen) = self.greet(VERSION);
-        assert!(matches!(seen.message(connection), Message::Hello(_)));
-        connection
+        self.client_as(USER_UID, USER_UID, &[])
     }
 
-    /// Connects a client that sends a hello of this protocol version.
-    fn greet(&mut self, version: u16) -> (ConnectionId, Seen) {
-        self.greet_as((USER_UID, USER_UID, &[]), version)
-    }
-
-    /// Connects a client of this user, group and supplementary groups.
-    fn greet_as(&mut self, (uid, gid, groups): (u32, u32, &[u32]), version: u16) -> (ConnectionId, Seen) {
+    /// As [`Fixture::client`], of this user, group and supplementary groups.
+    fn client_as(&mut self, uid: u32, gid: u32, groups: &[u32]) -> ConnectionId {
         self.last += 1;
         let connection = ConnectionId(self.last);
         let caller = Caller { connection, pid: 1, uid, gid, groups: Arc::from(groups), command: None };
         connected(&mut self.state, caller);
         self.state.effects = Effects::default();
         let capabilities = vec![BROKER.to_owned()];
-        let hello = Hello { version, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
-        (connection, self.ask(connection, Message::Hello(hello)))
+        let hello = Hello { version: VERSION, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
+        let seen = self.ask(connection, Message::Hello(hello));
+        assert!(matches!(seen.message(connection), Message::Hello(_)));
+        connection
     }
 
     /// Sends a message, and executes the effects on the state.
@@ -236,45 +229,6 @@ fn memory() -> OwnedFd {
     memfd
 }
 
-#[test]
-fn foreign_version_changes_nothing() {
-    let mut test = Fixture::new();
-    let client = test.client();
-    test.put(client, "a", "");
-    let (foreign, Seen(effects)) = test.greet(VERSION - 1);
-    let [Effect::End { client: ended, code: ErrorCode::Version, message, .. }] = &effects[..] else {
-        panic!("{} effects", effects.len())
-    };
-    assert_eq!(*ended, foreign);
-    assert_eq!(message, "the hello is for protocol version 0, but this broker speaks version 1");
-    test.get(client, "a", "").lease(client);
-}
-
-#[test]
-fn refused_put_closes_descriptors() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    let seen = test.put(maker, "a", r#", "mode": 4095"#);
-    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 1));
-    // No reservation is left, only the client's connection.
-    assert_eq!(test.state.objects.users().total(Resource::Descriptors), 1);
-    // A pipe is not memory.
-    let (pipe, _) = nix::unistd::pipe().unwrap();
-    let seen = test.put_fds(maker, "a", "", vec![pipe]);
-    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
-    assert_eq!(test.state.objects.users().total(Resource::Descriptors), 1);
-}
-
-#[test]
-fn deleted_name_needs_no_expiry_check() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    test.put(maker, "a", r#", "lifetime": {"kind": "idle", "ms": 1000}"#).published(maker);
-    assert!(test.state.objects.take_expiries().last().unwrap().1.is_some());
-    test.ask(maker, Message::Delete(serde_json::from_str(r#"{"name": "a"}"#).unwrap()));
-    assert!(test.state.objects.take_expiries().last().unwrap().1.is_none());
-}
-
 /// The kinds of the events that a watcher gets now.
 fn kinds(test: &mut Fixture, watcher: ConnectionId) -> Vec<EventKind> {
     let events = test.run(send_events).messages(watcher).into_iter().map(|message| match message {
@@ -288,7 +242,7 @@ fn kinds(test: &mut Fixture, watcher: ConnectionId) -> Vec<EventKind> {
 fn recall_marks_leases_until_they_end() {
     let mut test = Fixture::new();
     let (maker, reader, watcher) = (test.client(), test.client(), test.client());
-    let (stranger, _) = test.greet_as((USER_UID + 1, USER_UID, &[]), VERSION);
+    let stranger = test.client_as(USER_UID + 1, USER_UID, &[]);
     let id = test.put(maker, "a", r#", "mode": 292"#).published(maker).id;
     test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "", "recalls": true}"#).unwrap()));
     assert_eq!(kinds(&mut test, watcher), []);
@@ -312,20 +266,182 @@ fn recall_marks_leases_until_they_end() {
     assert_eq!((marks(&mut test), kinds(&mut test, watcher)), (vec![false], vec![]));
 }
 
+// Bounds of a user.
+
 #[test]
-fn early_message_ends_connection() {
+fn tables_count_towards_quota() {
+    let quota = Quota { bytes: Some(GRANULARITY + 100_000), ..Quota::default() };
+    let mut test = Fixture::with(quota, 10_000);
+    let maker = test.client();
+    for (length, fits) in [(200_000, false), (90_000, true)] {
+        let table = table::sealed(json!({ "x": "x".repeat(length - 8) }).to_string()).unwrap();
+        let metadata = format!(r#", "metadata": {{"length": {length}}}"#);
+        let seen = test.put_fds(maker, "a", &metadata, vec![table, memory()]);
+        let expected = if fits { "published" } else { "refused" };
+        assert_eq!(seen.message(maker).name(), expected);
+    }
+}
+
+#[test]
+fn reports_are_bounded() {
     let mut test = Fixture::new();
     let reader = test.client();
-    test.get(reader, "a", r#", "wait_ms": 1000"#);
-    assert_eq!(test.get(reader, "a", "").ends(reader), Some(ErrorCode::Protocol));
-    // Segments of a put that is complete, and waits for the other parts. Its descriptors are closed.
+    let reports = (0..70).map(|name| {
+        let name = format!("{name:02}");
+        test.put(reader, &name, "");
+        let (token, _) = test.get(reader, &name, "").lease(reader);
+        for _ in 0..17 {
+            let report = json!({ "token": token, "message": "x".repeat(60_000) });
+            test.ask(reader, Message::Report(serde_json::from_value(report).unwrap()));
+        }
+        match test.ask(reader, Message::Stat(Stat { name, version: None })).message(reader) {
+            Message::Version(info) => info.reports,
+            other => panic!("{other:?}"),
+        }
+    });
+    let reports: Vec<_> = reports.collect();
+    assert_eq!((reports[0].len(), reports.iter().flatten().count()), (16, 1024));
+    assert!(reports.iter().flatten().all(|report| report.message.len() < 300));
+}
+
+// Leases.
+
+/// Requests a lease, or memory of a lease.
+fn select(test: &mut Fixture, id: ConnectionId, object: Value) -> Seen {
+    let get = serde_json::from_value(json!({ "objects": [object] })).unwrap();
+    test.ask(id, Message::Get(Box::new(get)))
+}
+
+#[test]
+fn get_of_lease_selects_its_memory() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    test.put(maker, "a", "");
+    let (token, _) = select(&mut test, reader, json!({"name": "a", "parts": {}})).lease(reader);
+    test.put(maker, "a", r#", "replace": true"#);
+    let of = |more: Value| {
+        let mut object = json!({"name": "a", "lease": token});
+        object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        object
+    };
+    // From the leased version, which is no longer current.
+    let seen = select(&mut test, reader, of(json!({"parts": {"all": [{"offset": 0, "length": 1}]}})));
+    let Message::Lease(lease) = seen.message(reader) else { panic!() };
+    assert_eq!((lease.token, lease.version, lease.sizes.len()), (token, 1, 1));
+    assert_eq!(test.leases(), 1);
+    for (more, code) in [
+        (json!({"parts": {"all": [{"offset": GRANULARITY, "length": 1}]}}), RefusalCode::Differs),
+        (json!({"parts": {"all": [{"offset": 1, "length": u64::MAX}]}}), RefusalCode::Differs),
+        (json!({"parts": {"all": [{"offset": 1, "length": 0}]}}), RefusalCode::Differs),
+        (json!({"parts": {"y": []}}), RefusalCode::Lacks),
+        (json!({"name": "b"}), RefusalCode::Absent),
+        (json!({"lease": Token([1; 16])}), RefusalCode::Absent),
+    ] {
+        assert_eq!(select(&mut test, reader, of(more)).refusal(reader), code);
+    }
+    assert_eq!(select(&mut test, maker, of(json!({}))).refusal(maker), RefusalCode::Absent);
+    assert_eq!(test.leases(), 1);
+    test.ask(reader, Message::Release(serde_json::from_value(json!({ "token": token })).unwrap()));
+    assert_eq!(select(&mut test, reader, of(json!({}))).refusal(reader), RefusalCode::Absent);
+    assert_eq!((test.leases(), test.state.objects.total().versions), (0, 1));
+}
+
+#[test]
+fn wrong_tables_are_refused_unread() {
+    let mut test = Fixture::new();
     let maker = test.client();
-    test.put(maker, "b", r#"x|, "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#);
-    let segments = Segments { first: 0, sizes: vec![GRANULARITY] };
-    let seen = test.send(maker, Message::Segments(segments), vec![memory()]);
-    assert_eq!(seen.ends(maker), Some(ErrorCode::Protocol));
-    let seen = test.run(|state| disconnected(state, maker));
-    assert_eq!((seen.closed(), test.state.drafts.len()), (1, 0));
-    // Unmapped users can't own objects.
-    assert_ne!(USER_UID, overflow_uid());
+    let unsealed = memfd::empty(c"table").unwrap();
+    nix::unistd::ftruncate(&unsealed, 2).unwrap();
+    let pipe = || nix::unistd::pipe().unwrap().0;
+    for (fd, length) in [(unsealed, 2), (pipe(), 2), (table::sealed("{}").unwrap(), 3), (table::sealed("").unwrap(), 0)]
+    {
+        let more = format!(r#", "metadata": {{"length": {length}}}"#);
+        let seen = test.put_fds(maker, "a", &more, vec![fd, memory()]);
+        assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 2), "{length}");
+    }
+    // Only readers read it.
+    test.put_fds(maker, "a", r#", "metadata": {"length": 7}"#, vec![table::sealed("garbage").unwrap(), memory()])
+        .published(maker);
+}
+
+#[test]
+fn get_of_several_waits_for_all() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    test.put(maker, "a", "");
+    let both = json!({ "objects": [{ "name": "a", "version": 2 }, { "name": "b" }], "wait_ms": 1000 });
+    let seen = test.ask(reader, Message::Get(Box::new(serde_json::from_value(both).unwrap())));
+    assert!(seen.messages(reader).is_empty());
+    assert!(test.put(maker, "b", "").messages(reader).is_empty());
+    let seen = test.put(maker, "a", r#", "replace": true"#);
+    let versions = seen.messages(reader).into_iter().map(|message| match message {
+        Message::Lease(lease) => (lease.name, lease.version),
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(versions.collect::<Vec<_>>(), [("a".to_owned(), 2), ("b".to_owned(), 1)]);
+}
+
+/// The answer waits for the client's socket, and the name is deleted meanwhile.
+#[test]
+fn late_stat_has_its_own_metadata() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    let text = json!({ "x": "x".repeat(10_000) }).to_string();
+    let metadata = format!(r#", "metadata": {{"length": {}}}"#, text.len());
+    let seen = test.put_fds(maker, "a", &metadata, vec![table::sealed(&text).unwrap(), memory()]);
+    seen.published(maker);
+    let stat = Stat { name: "a".to_owned(), version: None };
+    let mut seen = test.ask(maker, Message::Stat(stat));
+    test.ask(maker, Message::Delete(Delete { name: "a".to_owned(), request: None }));
+    drop(test.state.objects.take_garbage());
+    let Some(Effect::Send { records, .. }) = seen.0.pop() else { panic!("no answer") };
+    let own = records[0].own.first().unwrap();
+    assert_eq!(table::read(own.try_clone().unwrap(), text.len() as u64, 1 << 20).unwrap(), text.as_bytes());
+}
+
+/// A late acknowledgement must not send the memory of another object.
+#[test]
+fn early_release_ends_connection() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    test.put(maker, "a", "").published(maker);
+    let get = Message::Get(Box::new(serde_json::from_str(r#"{"objects": [{"name": "a"}]}"#).unwrap()));
+    handle(&mut test.state, reader, get, Vec::new());
+    let (token, _) = Seen(std::mem::take(&mut test.state.effects).0.into()).lease(reader);
+    let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
+    assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
+}
+
+/// Each restart lets clients resume leases for 10 s. A replaced version without a lease stays for 10 s, even if servers restart all the time.
+#[test]
+fn restarts_do_not_keep_replaced_versions() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    test.put(maker, "a", "");
+    let mut longest = 0;
+    for _ in 0..12 {
+        test.restart(4000);
+        let maker = test.client();
+        test.put(maker, "a", r#", "replace": true"#).published(maker);
+        longest = longest.max(test.state.objects.total().versions);
+    }
+    assert_eq!(longest, 4, "the current version, and those of the last 10 s");
+}
+
+#[test]
+fn resumed_lease_keeps_version_through_restarts() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    let Published { id, .. } = test.put(maker, "a", "").published(maker);
+    let (token, _) = test.get(reader, "a", "").lease(reader);
+    for _ in 0..5 {
+        test.restart(4000);
+        let (maker, reader) = (test.client(), test.client());
+        // Replaced before the reader is back.
+        test.put(maker, "a", r#", "replace": true"#).published(maker);
+        let lease = json!({ "token": token, "id": id, "size": 1 });
+        let resume = json!({ "leases": [lease] });
+        let seen = test.ask(reader, Message::Resume(serde_json::from_value(resume).unwrap()));
+        assert!(matches!(seen.message(reader), Message::Resumed(resumed) if resumed.lost.is_empty()));
+    }
 }

@@ -5,7 +5,6 @@ use crate::{
     broker::server::state::{
         caller::ConnectionId,
         root::{PendingRequest, State},
-        watchers::WatchState,
     },
     wire::broker::{Event, Events, Message, WatchHeader},
 };
@@ -31,9 +30,8 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
         Some(after) => (after.min(known.last_event()), false),
         None => (known.last_event(), false),
     };
-    state.watchers.add(id, &watch.prefix, client.caller.reader(watch.recalls));
-    let watching = WatchState { prefix: watch.prefix, after, new: true, lost, unsent: false };
-    client.request = PendingRequest::Watch(Box::new(watching));
+    state.watchers.add(id, &watch.prefix, client.caller.reader(watch.recalls), after, lost);
+    client.request = PendingRequest::Watch;
 }
 
 /// Sends new events to watching clients, within the budget of one turn.
@@ -41,60 +39,48 @@ pub(crate) fn send_events(state: &mut State) {
     state.watchers.queue_new_events(state.objects.events());
     let mut left = WORK_PER_TURN;
     while left > 0
-        && let Some((id, skip)) = state.watchers.next()
+        && let Some(id) = state.watchers.next()
     {
-        left = left.saturating_sub(send_page(state, id, skip));
+        left = left.saturating_sub(send_page(state, id));
     }
 }
 
 /// Allows the next record after the socket has accepted the last one.
 pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
-    let Some(PendingRequest::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else {
-        return;
-    };
-    if std::mem::take(&mut watching.unsent) {
+    if state.watchers.get_mut(id).is_some_and(|watch| std::mem::take(&mut watch.is_unsent)) {
         state.watchers.enqueue(id);
     }
 }
 
 /// Sends a client its next events, unless the socket has not accepted the last record. Returns the work done.
-fn send_page(state: &mut State, id: ConnectionId, skip: u64) -> usize {
-    let Some(PendingRequest::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else {
-        return 1;
-    };
-    if watching.unsent {
-        return 1;
-    }
-    watching.after = watching.after.max(skip);
+fn send_page(state: &mut State, id: ConnectionId) -> usize {
+    let Some(watch) = state.watchers.get_mut(id).filter(|watch| !watch.is_unsent) else { return 1 };
     let known = state.objects.events();
-    let (forgotten, events) = known.events_after(watching.after);
-    let lost = watching.lost || forgotten;
+    let (forgotten, events) = known.events_after(watch.after);
+    let lost = watch.is_lost || forgotten;
     let mut page = Vec::<Event>::new();
     let mut length = 0;
     let mut next = known.last_event();
     let mut work = 1;
-    let reader = state.watchers.reader(id);
     for seen in events {
         if length > PAGE_BYTES || work > EVENTS_PER_RECORD {
             next = seen.event.seq - 1;
             break;
         }
         work += 1;
-        let visible =
-            seen.event.name.starts_with(&watching.prefix) && reader.as_ref().is_some_and(|reader| reader.sees(seen));
-        if visible {
+        if seen.event.name.starts_with(&*watch.prefix) && watch.reader.sees(seen) {
             length += 320 + seen.event.name.len() + seen.event.message.as_ref().map_or(0, |text| 2 * text.len());
             page.push(seen.event.clone());
         }
     }
-    let silent = page.is_empty() && !watching.new && !lost;
-    (watching.after, watching.new, watching.lost) = (next, false, false);
+    let silent = page.is_empty() && !watch.is_new && !lost;
+    (watch.after, watch.is_new, watch.is_lost) = (next, false, false);
     if !silent {
         let events = Events { instance: known.instance().to_owned(), lost, events: page, next };
         match Outgoing::of(&Message::Events(events), Vec::new()) {
             Ok(record) => {
                 // The next record follows after the socket has accepted this one. A client that does not read costs nothing.
-                watching.unsent = true;
+                watch.is_unsent = true;
                 state.effects.push(Effect::Send { client: id, records: vec![record] });
                 return work + RECORD_COST;
             }

@@ -1,6 +1,6 @@
 //! A copy of the objects for the simulation, and the checks that their tables agree.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Objects, VersionFd};
 use crate::{
@@ -92,10 +92,10 @@ impl Objects {
             };
             audit.versions.insert(*key, audited);
         }
-        let closing = self.closed_connections.iter().flat_map(|closed| &closed.leases).collect::<Vec<_>>();
         for (token, held) in &self.leases {
             let (key, uid, holder) = (held.key, held.reader.uid, held.holder);
-            audit.leases.insert(*token, AuditedLease { key, uid, holder, is_closing: closing.contains(&token) });
+            let is_closing = self.closed_connections.iter().any(|(closed, _)| *closed == holder);
+            audit.leases.insert(*token, AuditedLease { key, uid, holder, is_closing });
         }
         audit.makers = self.names.iter().map(|(name, entry)| (name.to_string(), entry.maker)).collect();
         audit
@@ -112,6 +112,12 @@ impl Objects {
             if counted != *leases {
                 return Err(format!("version {number} of `{name}` counts {leases} leases, but there are {counted}"));
             }
+        }
+        let of_holders = self.leases.iter().map(|(token, held)| (held.holder, *token)).collect::<BTreeSet<_>>();
+        let is_maker =
+            |(maker, name): &(ConnectionId, _)| self.names.get(name).is_some_and(|of| of.maker == Some(*maker));
+        if of_holders != self.holders || !self.makers.iter().all(is_maker) {
+            return Err("an index of connections differs from the leases or names".to_owned());
         }
         for (name, entry) in &self.names {
             let is_named = |key| self.versions.get(key).is_some_and(|version| !version.record.is_unnamed);

@@ -6,10 +6,10 @@ use uuid::Builder;
 
 use crate::{
     broker::{
-        manifest::{Completed, Identity, Manifest, Version},
+        manifest::{Identity, Manifest, Version},
         server::state::random,
     },
-    wire::broker::{Event, EventKind, Maker, Owner, Token},
+    wire::broker::{Event, EventKind, Maker, Owner},
 };
 
 /// The number of events kept.
@@ -56,8 +56,6 @@ pub(crate) struct Events {
     done: BTreeMap<u64, Manifest>,
     /// The keys of the puts, and of each owner's deletions, oldest first.
     order: HashMap<Option<u32>, VecDeque<u64>>,
-    /// The keys by request.
-    requests: HashMap<Token, u64>,
 }
 
 impl Events {
@@ -70,14 +68,7 @@ impl Events {
         let mut identity = before.unwrap_or_else(new);
         let last = identity.starts << EVENT_BITS;
         identity.starts += 1;
-        Self {
-            identity,
-            events: VecDeque::new(),
-            last,
-            done: BTreeMap::new(),
-            order: HashMap::new(),
-            requests: HashMap::new(),
-        }
+        Self { identity, events: VecDeque::new(), last, done: BTreeMap::new(), order: HashMap::new() }
     }
 
     pub(crate) fn identity(&self) -> &Identity {
@@ -114,35 +105,15 @@ impl Events {
         (after + 1 < first, self.events.iter().skip(skip))
     }
 
-    /// Remembers a put whose version is gone, or a deletion. Returns the key of an entry that is no longer needed.
-    pub(super) fn note_done(&mut self, key: u64, done: Manifest) -> Option<u64> {
+    /// Remembers a put whose version is gone, or a deletion. Returns an entry that is no longer needed, with its key.
+    pub(super) fn note_done(&mut self, key: u64, done: Manifest) -> Option<(u64, Manifest)> {
         let owner = match &done {
             Manifest::Deleted(of) => Some(of.owner),
             _ => None,
         };
-        self.requests.extend(done.requests().iter().map(|request| (*request, key)));
         self.done.insert(key, done);
         let oldest = push_bounded(self.order.entry(owner).or_default(), key, MAX_DONE)?;
-        for request in self.done.remove(&oldest).iter().flat_map(Manifest::requests) {
-            self.requests.remove(request);
-        }
-        Some(oldest)
-    }
-
-    /// The put of a version that is gone, by its request.
-    pub(super) fn put(&self, request: Token) -> Option<&Completed> {
-        match self.done.get(self.requests.get(&request)?)? {
-            Manifest::Completed(put) => Some(put),
-            _ => None,
-        }
-    }
-
-    /// The name that a request has deleted.
-    pub(super) fn delete(&self, request: Token) -> Option<&str> {
-        match self.done.get(self.requests.get(&request)?)? {
-            Manifest::Deleted(deleted) => Some(&deleted.name),
-            _ => None,
-        }
+        Some((oldest, self.done.remove(&oldest)?))
     }
 
     /// The manifest of a completed request.

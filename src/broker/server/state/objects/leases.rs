@@ -13,20 +13,10 @@ use crate::{
     },
     error::{BrokerError, RefusalCode},
     wire::{
-        broker::{EventKind, Maker, ReportInfo, Resume, ResumedLease, Token},
+        broker::{EventKind, Maker, ReportInfo, ResumedLease, Token},
         shorten,
     },
 };
-
-/// The result of a resume.
-#[derive(Debug, Default)]
-pub(crate) struct Resumption {
-    pub(crate) leases: Vec<Token>,
-    pub(crate) names: Vec<Arc<str>>,
-    /// Previous holders of the leases.
-    pub(crate) before: Vec<(ConnectionId, Token)>,
-    pub(crate) lost: Vec<Token>,
-}
 
 /// The most bytes of a report, and the most reports of a version.
 const MAX_REPORT: usize = 256;
@@ -45,16 +35,6 @@ pub(super) struct Held {
     pub(super) size: u64,
     /// The connection that holds it.
     pub(super) holder: ConnectionId,
-}
-
-/// A closed connection whose leases and names are still to be cleaned up.
-#[derive(Debug)]
-pub(crate) struct ClosedConnection {
-    connection: ConnectionId,
-    /// The user whose connection count includes it.
-    uid: u32,
-    pub(super) leases: Vec<Token>,
-    names: Vec<Arc<str>>,
 }
 
 impl Objects {
@@ -80,6 +60,7 @@ impl Objects {
         let (reader, since_ms) = (caller.describe(), self.now.ms);
         let held = Held { number: self.last_lease, key, reader, since_ms, size, holder: caller.connection };
         self.leases.insert(token, held);
+        self.holders.insert((caller.connection, token));
         // A lease of the description only is published when it gets memory.
         if size > 0 {
             self.publish_lease(EventKind::Leased, token);
@@ -118,6 +99,7 @@ impl Objects {
     /// Removes a lease. Returns the key of its version.
     fn forget_lease(&mut self, token: Token) -> Option<u64> {
         let held = self.leases.remove(&token)?;
+        self.holders.remove(&(held.holder, token));
         self.users.sub(held.reader.uid, Resource::Leases, 1);
         let version = self.versions.get_mut(&held.key)?;
         self.readers.remove_lease(&version.record, held.reader.uid, held.number);
@@ -141,45 +123,45 @@ impl Objects {
         self.leases.get(&token).map(|held| held.holder)
     }
 
-    /// Leases a restored version under its former tokens. Returns the tokens that were accepted.
-    pub(crate) fn restore_leases(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
+    /// Leases a restored version under its former tokens, as far as the caller has quota.
+    pub(crate) fn restore_leases(&mut self, caller: &Caller, key: u64, tokens: &[Token]) {
         let size = self.versions.get(&key).map_or(0, |version| version.record.memory());
-        let mut accepted = tokens.to_vec();
-        accepted.retain(|token| !self.leases.contains_key(token) && self.add_lease(caller, *token, key, size).is_ok());
-        accepted
+        for token in tokens {
+            if !self.leases.contains_key(token) {
+                let _ = self.add_lease(caller, *token, key, size);
+            }
+        }
     }
 
-    /// Moves a client's leases and puts to this connection. Tokens that are not the caller's are returned as lost.
-    pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> Resumption {
-        let mut taken = Resumption::default();
-        for lease in &resume.leases {
+    /// Moves a client's leases and puts to this connection. Returns the tokens that are not the caller's.
+    pub(crate) fn resume(&mut self, caller: &Caller, leases: &[ResumedLease], puts: &[Token]) -> Vec<Token> {
+        let mut lost = Vec::new();
+        for lease in leases {
             let token = lease.token;
             let is_taken = match self.leases.get_mut(&token) {
                 Some(held) if held.reader.uid == caller.uid => {
                     let before = std::mem::replace(&mut held.holder, caller.connection);
-                    taken.before.extend(Some((before, token)).filter(|_| before != caller.connection));
-                    true
+                    self.holders.remove(&(before, token));
+                    self.holders.insert((caller.connection, token))
                 }
                 Some(_) => false,
                 None => self.resume_after_restart(caller, lease),
             };
-            let list = if is_taken { &mut taken.leases } else { &mut taken.lost };
-            list.push(token);
+            lost.extend((!is_taken).then_some(token));
         }
-        for request in &resume.puts {
-            let version = self.requests.get(request).and_then(|key| self.versions.get(key));
-            let version = version.filter(|version| version.record.payer() == caller.uid);
-            let Some(version) = version else {
-                taken.lost.push(*request);
+        for request in puts {
+            let key = self.requests.get(request).copied();
+            let version = key.and_then(|key| self.versions.get(&key));
+            let Some(version) = version.filter(|version| version.record.payer() == caller.uid) else {
+                lost.push(*request);
                 continue;
             };
-            let (key, name) = (self.requests.get(request).copied(), &version.record.name);
-            if let Some(entry) = self.names.get_mut(name.as_str()).filter(|entry| entry.current() == key) {
-                entry.maker = Some(caller.connection);
-                taken.names.push(name.as_str().into());
+            let name = version.record.name.clone();
+            if self.current_key(&name) == key {
+                self.set_maker(&name, Some(caller.connection));
             }
         }
-        taken
+        lost
     }
 
     /// Leases a version again that a client leased from the previous server. The server does not know its leases: it checks that the client
@@ -194,43 +176,32 @@ impl Objects {
 
     /// Queues the leases and dependent names of a closed connection for cleanup. The user's connection count includes the connection until
     /// its cleanup is done.
-    pub(crate) fn connection_closed(
-        &mut self,
-        connection: ConnectionId,
-        uid: u32,
-        leases: impl IntoIterator<Item = Token>,
-        names: impl IntoIterator<Item = Arc<str>>,
-    ) {
-        let (leases, names) = (leases.into_iter().collect(), names.into_iter().collect());
+    pub(crate) fn connection_closed(&mut self, connection: ConnectionId, uid: u32) {
         self.users.add(uid, Resource::Connections, 1);
-        self.closed_connections.push_back(ClosedConnection { connection, uid, leases, names });
+        self.closed_connections.push_back((connection, uid));
     }
 
     /// Cleans up after closed connections, within the budget of this turn.
     pub(crate) fn clean_up_closed(&mut self) {
-        while let Some(mut closed) = self.closed_connections.pop_front() {
-            let connection = closed.connection;
-            // Another connection may have resumed it.
-            let is_left = |held: &Held| held.holder == connection;
-            while self.cleanup_budget > 0
-                && let Some(token) = closed.leases.pop()
-            {
+        while let Some(&(connection, uid)) = self.closed_connections.front() {
+            let lease = self.holders.range((connection, Token([0; 16]))..).next();
+            let lease = lease.filter(|(holder, _)| *holder == connection).map(|(_, token)| *token);
+            let name = self.makers.range((connection, Arc::from(""))..).next();
+            let name = name.filter(|(maker, _)| *maker == connection).map(|(_, name)| Arc::clone(name));
+            if lease.is_none() && name.is_none() {
+                self.closed_connections.pop_front();
+                self.users.sub(uid, Resource::Connections, 1);
+            } else if self.cleanup_budget == 0 {
+                return;
+            } else {
                 self.cleanup_budget -= 1;
-                if self.leases.get(&token).is_some_and(is_left) {
+                if let Some(token) = lease {
                     self.end_lease(token);
+                } else if let Some(name) = name {
+                    self.set_maker(&name, None);
+                    self.note_expiry(&name);
                 }
             }
-            while self.cleanup_budget > 0
-                && let Some(name) = closed.names.pop()
-            {
-                self.cleanup_budget -= 1;
-                self.maker_disconnected(connection, &name);
-            }
-            if !closed.leases.is_empty() || !closed.names.is_empty() {
-                self.closed_connections.push_front(closed);
-                return;
-            }
-            self.users.sub(closed.uid, Resource::Connections, 1);
         }
     }
 

@@ -1,22 +1,24 @@
 //! Names that expire.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{Name, Objects};
 use crate::{broker::server::state::caller::ConnectionId, wire::broker::Lifetime};
 
 impl Objects {
-    /// Handles the disconnect of a name's maker.
-    pub(crate) fn maker_disconnected(&mut self, connection: ConnectionId, name: &str) {
-        if let Some(entry) = self.names.get_mut(name).filter(|entry| entry.maker == Some(connection)) {
-            entry.maker = None;
-            self.note_expiry(name);
+    /// Sets the connection that put the current version of a name, if it is still open.
+    pub(super) fn set_maker(&mut self, name: &str, maker: Option<ConnectionId>) {
+        let Some((name, _)) = self.names.get_key_value(name) else { return };
+        let name = Arc::clone(name);
+        let Some(entry) = self.names.get_mut(&name) else { return };
+        let depends = matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased);
+        if let Some(before) = std::mem::replace(&mut entry.maker, maker) {
+            self.makers.remove(&(before, Arc::clone(&name)));
         }
-    }
-
-    /// Whether a name's lifetime depends on the connection that put it.
-    pub(crate) fn depends_on_maker(&self, name: &str) -> bool {
-        self.names.get(name).is_some_and(|entry| matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased))
+        self.makers.extend(maker.filter(|_| depends).map(|maker| (maker, name)));
     }
 
     /// Schedules the next check of a name, or none if it can't expire.

@@ -21,21 +21,16 @@ mod select;
 mod view;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Instant,
 };
 
 pub use self::view::ServerReport;
-use self::{
-    events::event,
-    leases::{ClosedConnection, Held},
-    readers::Readers,
-};
+use self::{events::event, leases::Held, readers::Readers};
 pub(crate) use self::{
     events::{Events, Seen},
-    leases::Resumption,
     publish::NewVersion,
     select::Selection,
     view::LeasePage,
@@ -44,14 +39,14 @@ use super::root::Time;
 use crate::{
     broker::{
         keeper::Store,
-        manifest,
+        manifest::{self, Manifest},
         server::{
             admit::{Limits, Users},
-            state::caller::ConnectionId,
+            state::caller::{Caller, ConnectionId},
         },
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{Lifetime, Owner, Token},
+    wire::broker::{Lifetime, Owner, Published, Token},
 };
 
 /// The cleanups of closed connections per turn of the event loop. The simulation's few objects take several turns.
@@ -77,9 +72,13 @@ pub(crate) struct Objects {
     /// Version keys by version id.
     ids: BTreeMap<String, u64>,
     leases: BTreeMap<Token, Held>,
+    /// The leases of each connection.
+    holders: BTreeSet<(ConnectionId, Token)>,
+    /// The names of each connection whose lifetimes depend on it.
+    makers: BTreeSet<(ConnectionId, Arc<str>)>,
     readers: Readers,
-    /// Closed connections that still have leases or names to clean up.
-    closed_connections: VecDeque<ClosedConnection>,
+    /// Closed connections that still have leases or names to clean up, and the users whose connection counts include them.
+    closed_connections: VecDeque<(ConnectionId, u32)>,
     /// Remaining budget of this turn.
     cleanup_budget: usize,
     users: Users,
@@ -89,7 +88,7 @@ pub(crate) struct Objects {
     own: Vec<OwnedFd>,
     /// Versions that the keeper does not have yet, by key.
     pending: BTreeMap<u64, Version>,
-    /// Versions by the tokens of their puts.
+    /// The keys of versions and of completed requests, by the clients' tokens.
     requests: BTreeMap<Token, u64>,
     last_key: u64,
     /// The last key of the previous server, as long as clients may resume its leases; 0 afterwards.
@@ -128,6 +127,12 @@ struct Version {
     leases: u64,
 }
 
+/// A completed request, with the name that it changed.
+enum Request<'a> {
+    Put(&'a str, Published),
+    Deleted(&'a str),
+}
+
 impl Name {
     fn current(&self) -> Option<u64> {
         self.versions.last_key_value().map(|(_, key)| *key)
@@ -164,6 +169,8 @@ impl Objects {
             versions: BTreeMap::new(),
             ids: BTreeMap::new(),
             leases: BTreeMap::new(),
+            holders: BTreeSet::new(),
+            makers: BTreeSet::new(),
             readers: Readers::default(),
             closed_connections: VecDeque::new(),
             cleanup_budget: CLEANUPS_PER_TURN,
@@ -225,6 +232,20 @@ impl Objects {
         };
         let (_, key) = found.filter(|(number, _)| newer_than.is_none_or(|older| **number > older))?;
         Some(*key)
+    }
+
+    /// A completed request of a caller.
+    fn request(&self, caller: &Caller, token: Option<Token>) -> Option<Request<'_>> {
+        let key = self.requests.get(&token?)?;
+        if let Some(Version { record, .. }) = self.versions.get(key) {
+            let published = Published { version: record.version, id: record.id.clone() };
+            return (record.payer() == caller.uid).then_some(Request::Put(&record.name, published));
+        }
+        match self.events.manifest(*key)? {
+            Manifest::Completed(put) => Some(Request::Put(&put.name, put.published.clone())),
+            Manifest::Deleted(deleted) => Some(Request::Deleted(&deleted.name)),
+            _ => None,
+        }
     }
 
     /// Resets the budget for a turn of the event loop.

@@ -8,7 +8,7 @@ use std::{
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, event, token_reused};
+use super::{Name, Objects, Request, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, fds_of},
@@ -345,9 +345,7 @@ impl Objects {
             "published"
         );
         self.add_version(key, record, fds);
-        if let Some(entry) = self.names.get_mut(name.as_str()) {
-            entry.maker = maker;
-        }
+        self.set_maker(&name, maker);
         // Versions further back were not covered before. They still exist because they have leases.
         self.drop_old(&name, MAX_KEPT as usize + 1);
         self.note_expiry(&name);
@@ -409,20 +407,10 @@ impl Objects {
         name: &str,
         request: Token,
     ) -> Result<Option<Published>, BrokerError> {
-        let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
-            return match self.events.put(request) {
-                Some(put) if put.name == name => Ok(Some(put.published.clone())),
-                Some(_) => Err(token_reused()),
-                None if self.events.delete(request).is_some() => Err(token_reused()),
-                None => Ok(None),
-            };
-        };
-        let record = &version.record;
-        let published = Published { version: record.version, id: record.id.clone() };
-        match record.payer() == caller.uid {
-            false => Ok(None),
-            true if record.name == name => Ok(Some(published)),
-            true => Err(token_reused()),
+        match self.request(caller, Some(request)) {
+            None => Ok(None),
+            Some(Request::Put(of, published)) if of == name => Ok(Some(published)),
+            Some(_) => Err(token_reused()),
         }
     }
 

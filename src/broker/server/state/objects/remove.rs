@@ -2,7 +2,7 @@
 
 use nix::unistd::geteuid;
 
-use super::{Name, Objects, Version, event, token_reused};
+use super::{Name, Objects, Request, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, Completed, Deleted, Manifest},
@@ -15,12 +15,10 @@ use crate::{
 impl Objects {
     /// Deletes a name at a caller's request. No version of the name may be pending.
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
-        if let Some(request) = request {
-            match self.events.delete(request) {
-                Some(deleted) if deleted == name => return Ok(()),
-                None if self.events.put(request).is_none() => {}
-                _ => return Err(token_reused()),
-            }
+        match self.request(caller, request) {
+            None => {}
+            Some(Request::Deleted(deleted)) if deleted == name => return Ok(()),
+            Some(_) => return Err(token_reused()),
         }
         let Some(existing) = self.names.get(name) else {
             return refuse!(Absent, "there is no object `{name}`");
@@ -59,6 +57,7 @@ impl Objects {
 
     /// Removes a name from memory. Its versions lose their name.
     pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
+        self.set_maker(name, None);
         let gone = self.names.remove(name)?;
         self.readers.remove_name(name, gone.owner, gone.mode);
         self.expiries.push((name.into(), None));
@@ -125,9 +124,6 @@ impl Objects {
             return true;
         }
         // A client may repeat these requests: they must not run again over later changes.
-        for request in &requests {
-            self.requests.remove(request);
-        }
         self.store.replace(key, descriptors, 0);
         let put = Completed { name, published: Published { version, id }, requests };
         self.note_done(key, Manifest::Completed(put));

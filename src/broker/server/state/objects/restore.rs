@@ -93,7 +93,11 @@ impl Objects {
 
     /// Remembers a completed request. The keeper drops one that is no longer needed.
     pub(super) fn note_done(&mut self, key: u64, done: Manifest) {
-        if let Some(oldest) = self.events.note_done(key, done) {
+        self.requests.extend(done.requests().iter().map(|request| (*request, key)));
+        if let Some((oldest, done)) = self.events.note_done(key, done) {
+            for request in done.requests() {
+                self.requests.remove(request);
+            }
             self.store.remove(oldest, 0);
         }
     }

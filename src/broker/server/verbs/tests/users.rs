@@ -15,7 +15,7 @@ const TEAM: u32 = 34_570;
 
 impl Fixture {
     fn user(&mut self, uid: u32) -> ConnectionId {
-        self.greet_as((uid, uid, &[]), VERSION).0
+        self.client_as(uid, uid, &[])
     }
 
     /// The answer to a message of the kind that `make` wraps.
@@ -86,7 +86,7 @@ fn code(answer: Result<Message, Refusal>) -> Option<RefusalCode> {
 #[test]
 fn modes_decide_read_and_replace() {
     let mut test = Fixture::new();
-    let (maker, _) = test.greet_as((MAKER, TEAM, &[]), VERSION);
+    let maker = test.client_as(MAKER, TEAM, &[]);
     let modes = [0o600, 0o640, 0o644, 0o660, 0o666, 0o606, 0o066, 0o000, 0o622];
     let name = |mode: u32| format!("m{mode:03o}");
     for mode in modes {
@@ -97,7 +97,7 @@ fn modes_decide_read_and_replace() {
     for (class, uid, gid, groups) in
         [(0, OTHER, OTHER, &[][..]), (3, OTHER, TEAM, &[]), (3, OTHER, OTHER, &many), (6, MAKER, MAKER, &[])]
     {
-        let (client, _) = test.greet_as((uid, gid, groups), VERSION);
+        let client = test.client_as(uid, gid, groups);
         let mut readable = Vec::new();
         for mode in modes {
             let (name, what) = (name(mode), format!("mode {mode:03o} as {uid}, {gid}"));
