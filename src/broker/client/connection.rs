@@ -6,7 +6,7 @@ use std::{
     process, ptr,
     sync::{
         Arc, Mutex, OnceLock,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -14,14 +14,12 @@ use std::{
 use nix::sys::eventfd::EventFd;
 
 use super::{
-    dial::{Dialled, Dialler, no_broker},
     holdings::{Handlers, Holdings, OwnLease},
     lease::{Lease, TableCache},
-    recalls::Recalls,
+    recall::Recalls,
     reconnect::resume_on,
-    records::{Exchange, buffer, is_broken, send_on},
-    turns::Turns,
-    waits::Waits,
+    socket::{Dialled, Dialler, Exchange, buffer, is_broken, no_broker, send_on},
+    turns::{Turns, Waits},
 };
 use crate::{
     channel::{
@@ -58,8 +56,6 @@ pub(super) struct Connection {
     devices: Mutex<Vec<Device>>,
     /// The right to make a request, held until the whole answer has arrived and during a reconnect.
     pub(super) turns: Turns,
-    /// The thread whose turn it is: its program's check must not wait for another turn. 0 if there is none.
-    requester: AtomicUsize,
     pub(super) holdings: Mutex<Holdings>,
     pub(super) handlers: Mutex<Handlers>,
     pub(super) recalls: Mutex<Recalls>,
@@ -73,21 +69,6 @@ pub(super) struct Connection {
     pub(super) waits: Arc<Waits>,
     /// Wakes the background thread. Unset before the first lease, or if no thread could be started.
     pub(super) watcher: OnceLock<Arc<EventFd>>,
-}
-
-/// Marks the calling thread as the requester until it is dropped.
-pub(super) struct Requesting<'a>(&'a AtomicUsize);
-
-impl Drop for Requesting<'_> {
-    fn drop(&mut self) {
-        self.0.store(0, Ordering::Relaxed);
-    }
-}
-
-/// A nonzero number of the calling thread.
-fn this_thread() -> usize {
-    thread_local!(static MARK: u8 = const { 0 });
-    MARK.with(|mark| ptr::from_ref(mark).addr())
 }
 
 impl Connection {
@@ -128,7 +109,6 @@ impl Connection {
             tables: TableCache::default(),
             devices: Mutex::default(),
             turns: Turns::new(incoming),
-            requester: AtomicUsize::new(0),
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
             recalls: Mutex::default(),
@@ -187,15 +167,10 @@ impl Connection {
         mut request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
     ) -> Result<T> {
         self.check_fork()?;
-        if self.requester.load(Ordering::Relaxed) == this_thread() {
-            let problem = "a check of `Cancel::with_check` used the connection to the broker whose request it checks";
-            return Err(Error::Misuse { problem: problem.to_owned() });
-        }
         let started = Instant::now();
         let turn = self.turns.begin(deadline_after(self.timeout()), self.socket.cancel())?;
         let busy = PeerError::Timeout { waited: self.timeout(), purpose: "for another thread's request" };
         let mut turn = turn.ok_or(busy)?;
-        let _requesting = self.requesting();
         let mut left = wait;
         let mut tries = 0;
         loop {
@@ -258,12 +233,6 @@ impl Connection {
                 format!("{what} need a second connection, and this client's socket has no path: connect to a path");
             Error::Misuse { problem }
         })
-    }
-
-    /// Called during a turn.
-    pub(super) fn requesting(&self) -> Requesting<'_> {
-        self.requester.store(this_thread(), Ordering::Relaxed);
-        Requesting(&self.requester)
     }
 
     /// Gives up the pending answer. Leases and puts move to another connection, because the broker ends those of a closed one.

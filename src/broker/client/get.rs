@@ -11,12 +11,11 @@ use std::{
 
 use super::{
     Client,
-    claim::{Claim, ClaimOf, Found},
     connection::Connection,
     holdings::PartHeader,
-    lease::{Described, Lease, RawLease, differs, quoting},
+    lease::{Claim, ClaimOf, Described, Found, Lease, RawLease, differs, quoting},
     ranges::ranges_of,
-    records::{Exchange, unexpected},
+    socket::{Exchange, unexpected},
 };
 use crate::{
     broker::{

@@ -1,35 +1,29 @@
-//! A lease of an object.
+//! A lease of an object, and the claim to create a missing object.
 
 use std::{
     io,
     os::fd::OwnedFd,
     sync::{Arc, Mutex, OnceLock},
-    thread,
-    time::{Duration, Instant, SystemTime},
+    time::SystemTime,
 };
 
 use super::{
     connection::Connection,
-    hold::{Hold, part_accessors, version_accessors},
-    holdings::{Header, OwnLease, PartHeader, RestorePart},
+    holdings::{Header, Hold, OwnLease, PartHeader, RestorePart, part_accessors, version_accessors},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
     broker::request,
-    channel::deadline_after,
     driver::{Access, Driver},
     error::{BrokerError, DeviceError, Error, ErrorCode, PeerError, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
     sys::{lock, table},
     wire::{
         Check, MAX_MESSAGE,
-        broker::{ArrayEntry, Attached, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table},
+        broker::{ArrayEntry, Attached, ClaimHeader, LeaseHeader, MAX_METADATA, MAX_TABLE, Owner, Table, Token},
         clean, shorten,
     },
 };
-
-/// How long to wait for a descriptor that a restore is using: longer than a restore takes.
-const RESTORE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A lease of a version: the broker keeps the version and counts this process among its readers.
 ///
@@ -275,12 +269,13 @@ impl LeasedPart {
     /// Returns each segment's size in bytes and its descriptor, to import them by other means. The caller owns the descriptors.
     ///
     /// # Errors
-    /// [`Error::System`] if this process has no free descriptors while the background thread restores the version on the broker, and
-    /// the restore takes longer than five seconds. The descriptors are closed then.
+    /// [`Error::System`] if the background thread restores the version on the broker at this moment, and this process has no free
+    /// descriptors to duplicate those that it uses. The descriptors are closed then.
     pub fn into_segments(self) -> Result<Vec<(u64, OwnedFd)>> {
-        let deadline = deadline_after(RESTORE_TIMEOUT);
-        let segments = self.runs.into_iter().flat_map(|run| run.segments);
-        let owned = segments.map(|(size, fd)| Ok((size, take_or_duplicate(fd, deadline, OwnedFd::try_clone)?)));
+        let owned = self.runs.into_iter().flat_map(|run| run.segments).map(|(size, fd)| {
+            let fd = Arc::try_unwrap(fd).or_else(|shared| shared.try_clone())?;
+            Ok((size, fd))
+        });
         let action =
             || format!("take the descriptors of part `{}`, which is being restored on the broker", self.header.name);
         owned.collect::<io::Result<_>>().map_err(|error| Error::system(action(), error))
@@ -330,6 +325,73 @@ impl LeasedRun {
     }
 }
 
+/// The object, or the part of it, that a process offers to create: see [`Client::get_or_claim`](super::Client::get_or_claim).
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ClaimOf {
+    pub(super) claim: ClaimHeader,
+}
+
+impl ClaimOf {
+    /// The whole object.
+    pub fn whole() -> Self {
+        Self::default()
+    }
+
+    /// A single part. All claims and puts for one version share a `group`, which no other version uses.
+    pub fn part(part: impl Into<String>, group: impl Into<String>) -> Self {
+        Self { claim: ClaimHeader { part: Some(part.into()), group: Some(group.into()) } }
+    }
+}
+
+/// The result of [`Client::get_or_claim`](super::Client::get_or_claim).
+///
+/// ```
+/// use std::time::Duration;
+/// use vmmfd::broker::{ClaimOf, Found, Get, Put, PutPart};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # let (memory, driver) = (&broker.memory, &broker.driver);
+/// let get = Get::new("weights").wait(Duration::from_secs(60));
+/// let object = match client.get_or_claim(&get, &ClaimOf::whole())? {
+///     Found::Lease(lease) => lease.open(driver, None)?,
+///     // Only this process loads the weights. The others wait for its put.
+///     Found::Claim(_claim) => {
+///         client.put(&Put::new("weights").part(PutPart::of("all", memory)?))?;
+///         client.get(&get)?.open(driver, None)?
+///     }
+///     other => unreachable!("{other:?}"),
+/// };
+/// # drop(object);
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Found {
+    /// The object exists.
+    Lease(Lease),
+    /// The object does not exist, and this process should create it.
+    Claim(Claim),
+}
+
+/// The exclusive right to create an object or a part of it, while other processes wait.
+///
+/// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
+/// not survive a restart of the broker, which may then give the claim to another process, and an interrupted request of the client can end
+/// them too. If both processes put the object, the second put fails with the code `exists`.
+#[derive(Debug)]
+pub struct Claim {
+    pub(super) connection: Arc<Connection>,
+    pub(super) token: Token,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.connection.release(self.token, "the claim");
+    }
+}
+
 /// Checks that an object's memory belongs to the driver's backend.
 pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Result<()> {
     let own = driver.backend();
@@ -338,26 +400,6 @@ pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Resul
     }
     let message = format!("the memory of `{name}` is on backend {backend}, and this process uses {own}");
     Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
-}
-
-/// Returns the descriptor itself, or a duplicate while a restore uses it. If no duplicate can be made, waits for the restore until the
-/// deadline.
-fn take_or_duplicate(
-    mut fd: Arc<OwnedFd>,
-    deadline: Instant,
-    duplicate: impl Fn(&OwnedFd) -> io::Result<OwnedFd>,
-) -> io::Result<OwnedFd> {
-    loop {
-        fd = match Arc::try_unwrap(fd) {
-            Ok(fd) => return Ok(fd),
-            Err(shared) => match duplicate(&shared) {
-                Err(error) if Instant::now() >= deadline => return Err(error),
-                Err(_) => shared,
-                duplicate => return duplicate,
-            },
-        };
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// An object differs from its description, or from the caller's expectations. The sentence may quote the maker.
@@ -403,36 +445,4 @@ fn parse_arrays(part: &str, text: &str, size: u64) -> Result<Vec<ArrayEntry>, St
         .map_err(|error| format!("the table of part `{part}` is not an array table: {error}"))?;
     request::check_arrays(part, size, &arrays).map_err(|refusal| refusal.message)?;
     Ok(arrays)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn none_left(_: &OwnedFd) -> io::Result<OwnedFd> {
-        Err(io::Error::from_raw_os_error(nix::libc::EMFILE))
-    }
-
-    fn shared() -> (Arc<OwnedFd>, Arc<OwnedFd>) {
-        let fd = Arc::new(io::pipe().unwrap().0.into());
-        (Arc::clone(&fd), fd)
-    }
-
-    #[test]
-    fn descriptor_wait_ends_at_deadline() {
-        let (fd, _restoring) = shared();
-        let error = take_or_duplicate(fd, deadline_after(Duration::from_millis(20)), none_left).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(nix::libc::EMFILE));
-    }
-
-    #[test]
-    fn descriptor_is_taken_after_restore() {
-        let (fd, restoring) = shared();
-        let restore = thread::spawn(move || {
-            thread::sleep(Duration::from_millis(20));
-            drop(restoring);
-        });
-        take_or_duplicate(fd, deadline_after(Duration::from_secs(20)), none_left).unwrap();
-        restore.join().unwrap();
-    }
 }

@@ -12,9 +12,7 @@ use std::{
 
 use super::{
     Client,
-    dial::Dialler,
-    records::{is_broken, send_on, unexpected},
-    subscription::Subscription,
+    socket::{Dialler, Subscription, is_broken, send_on, unexpected},
 };
 use crate::{
     broker::name::{check_name, check_prefix},

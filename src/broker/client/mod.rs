@@ -1,10 +1,7 @@
 //! The broker's client.
 
-mod claim;
 mod connection;
-mod dial;
 mod get;
-mod hold;
 mod holdings;
 mod lease;
 mod meetings;
@@ -12,13 +9,10 @@ mod object;
 mod put;
 mod ranges;
 mod recall;
-mod recalls;
 mod reconnect;
-mod records;
-mod subscription;
+mod socket;
 mod switch;
 mod turns;
-mod waits;
 mod watch;
 mod watcher;
 
@@ -30,21 +24,20 @@ use std::{
 };
 
 pub(crate) use self::meetings::{Meeting, Meetings};
+use self::{
+    connection::Connection,
+    lease::{differs, read_metadata},
+    socket::answer,
+};
 pub use self::{
-    claim::{Claim, ClaimOf, Found},
     get::Get,
     holdings::{LossReason, Lost, Restored},
-    lease::{Lease, LeasedPart},
+    lease::{Claim, ClaimOf, Found, Lease, LeasedPart},
     object::{Object, ObjectPart},
     put::{Condition, Put, PutPart},
     recall::{Recall, RecallHolder, RecallOf},
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},
-};
-use self::{
-    connection::Connection,
-    lease::{differs, read_metadata},
-    records::answer,
 };
 use super::name::{check_name, check_prefix};
 use crate::{

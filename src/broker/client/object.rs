@@ -7,10 +7,7 @@ use std::{
     time::SystemTime,
 };
 
-use super::{
-    hold::{Hold, part_accessors, version_accessors},
-    holdings::{Header, PartHeader},
-};
+use super::holdings::{Header, Hold, PartHeader, part_accessors, version_accessors};
 use crate::{
     error::{Error, MemoryError, ProtocolError, Result},
     memory::{Array, Description, Imported, Region, Remains},

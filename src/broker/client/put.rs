@@ -10,7 +10,7 @@ use std::{
 use super::{
     Client,
     holdings::{Header, HeldPart, PartHeader},
-    records::{Exchange, answer, unexpected},
+    socket::{Exchange, answer, unexpected},
 };
 use crate::{
     broker::request,

@@ -13,10 +13,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{
     Client,
     connection::Connection,
-    dial::{Dialled, no_broker},
     holdings::{Header, LossReason, Notice, OwnLease},
     put,
-    records::{Exchange, answer, is_broken},
+    socket::{Dialled, Exchange, answer, is_broken, no_broker},
 };
 use crate::{
     channel::deadline_after,

@@ -7,8 +7,7 @@ use std::{
 };
 
 use super::{
-    hold::{Hold, version_accessors},
-    holdings::{Header, PartHeader},
+    holdings::{Header, Hold, PartHeader, version_accessors},
     lease::{Lease, LeasedPart, LeasedRun, check_backend},
     object::{Layout, Object, ObjectPart},
 };

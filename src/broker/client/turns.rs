@@ -1,14 +1,21 @@
-//! The turns of threads on a connection, which carries one request at a time.
+//! The turns of threads on a connection, which carries one request at a time, and requests that wait in the broker. Each of those has a
+//! connection of its own, so that no other request waits for it, and its end costs nothing else.
 
 use std::{
+    net::Shutdown,
     ops::{Deref, DerefMut},
-    sync::{Condvar, Mutex, PoisonError},
+    os::unix::net::UnixStream,
+    ptr,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
 use crate::{
     channel::{Cancel, cancel::CHECK_INTERVAL},
-    error::Result,
+    error::{BrokerError, Error, RefusalCode, Result},
     sys::lock,
 };
 
@@ -25,6 +32,14 @@ struct State {
     buffer: Option<Vec<u8>>,
     /// How many threads wait for a turn.
     wanted: usize,
+    /// The thread of the last turn.
+    thread: usize,
+}
+
+/// A nonzero number of the calling thread.
+fn this_thread() -> usize {
+    thread_local!(static MARK: u8 = const { 0 });
+    MARK.with(|mark| ptr::from_ref(mark).addr())
 }
 
 /// A turn. It ends when dropped.
@@ -36,15 +51,19 @@ pub(super) struct Turn<'a> {
 
 impl Turns {
     pub(super) fn new(buffer: Vec<u8>) -> Self {
-        Self { state: Mutex::new(State { buffer: Some(buffer), wanted: 0 }), freed: Condvar::new() }
+        Self { state: Mutex::new(State { buffer: Some(buffer), wanted: 0, thread: 0 }), freed: Condvar::new() }
     }
 
     /// Waits for a turn. Returns `None` after the deadline.
     ///
     /// # Errors
-    /// [`Error::Interrupted`](crate::Error::Interrupted).
+    /// [`Error::Misuse`] if this thread has the turn: its program's check must not wait for another. [`Error::Interrupted`].
     pub(super) fn begin(&self, deadline: Instant, cancel: &Cancel) -> Result<Option<Turn<'_>>> {
         let mut state = lock(&self.state);
+        if state.buffer.is_none() && state.thread == this_thread() {
+            let problem = "a check of `Cancel::with_check` used the connection to the broker whose request it checks";
+            return Err(Error::Misuse { problem: problem.to_owned() });
+        }
         state.wanted += 1;
         let mut checked = Ok(());
         while state.buffer.is_none() && checked.is_ok() {
@@ -68,7 +87,9 @@ impl Turns {
     }
 
     fn take(&self, state: &mut State) -> Option<Turn<'_>> {
-        Some(Turn { turns: self, buffer: state.buffer.take()? })
+        let buffer = state.buffer.take()?;
+        state.thread = this_thread();
+        Some(Turn { turns: self, buffer })
     }
 }
 
@@ -94,5 +115,59 @@ impl Drop for Turn<'_> {
         if state.wanted > 0 {
             self.turns.freed.notify_one();
         }
+    }
+}
+
+/// The waits of a client, which [`Client::stop`](super::Client::stop) ends.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    stops: AtomicU64,
+    sockets: Mutex<Vec<Weak<UnixStream>>>,
+}
+
+/// A wait of a socket. It ends when dropped.
+pub(super) struct Waiting<'a> {
+    waits: &'a Waits,
+    socket: Arc<UnixStream>,
+}
+
+impl Waits {
+    /// The number of stops.
+    pub(super) fn stops(&self) -> u64 {
+        self.stops.load(Ordering::Acquire)
+    }
+
+    /// Adds a wait that started at the stop `since`.
+    ///
+    /// # Errors
+    /// [`Waits::check`].
+    pub(super) fn add(&self, socket: Arc<UnixStream>, since: u64) -> Result<Waiting<'_>> {
+        lock(&self.sockets).push(Arc::downgrade(&socket));
+        let waiting = Waiting { waits: self, socket };
+        self.check(since)?;
+        Ok(waiting)
+    }
+
+    /// # Errors
+    /// [`Error::Broker`] with the code `stopped` if the waits were stopped after the stop `since`.
+    pub(super) fn check(&self, since: u64) -> Result<()> {
+        match self.stops() == since {
+            true => Ok(()),
+            false => Err(Error::Broker(BrokerError::new(RefusalCode::Stopped, "the wait was stopped"))),
+        }
+    }
+
+    /// Ends all waits: their sockets are closed in both directions.
+    pub(super) fn stop(&self) {
+        self.stops.fetch_add(1, Ordering::AcqRel);
+        for socket in lock(&self.sockets).iter().filter_map(Weak::upgrade) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        lock(&self.waits.sockets).retain(|socket| !ptr::eq(socket.as_ptr(), &raw const *self.socket));
     }
 }

@@ -6,7 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Client, connection::Connection, records::is_broken, subscription::Subscription};
+use super::{
+    Client,
+    connection::Connection,
+    socket::{Subscription, is_broken},
+};
 use crate::{
     broker::name::check_prefix,
     channel::deadline_after,

@@ -15,9 +15,7 @@ use nix::{
 
 use super::{
     connection::Connection,
-    dial::{Dialler, no_broker},
-    records::buffer,
-    subscription::Subscription,
+    socket::{Dialler, Subscription, buffer, no_broker},
 };
 use crate::{
     channel::{call_no_checks, cancel::eventfd},
@@ -185,7 +183,6 @@ impl Watcher {
             dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO, true))?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let Some(mut turn) = connection.turns.try_begin() else { return Ok(()) };
-        let _requesting = connection.requesting();
         match connection.needs_reconnect() {
             true => connection.adopt(dialled, &mut turn),
             false => Ok(()),
