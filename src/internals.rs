@@ -41,7 +41,7 @@ pub use crate::{
     broker::{
         MIN_FILE_LIMIT,
         notify::notify,
-        server::{command_of, limits::TimeLimits},
+        server::{TimeLimits, command_of},
     },
     channel::{
         cancel::{deadline_after, eventfd},
@@ -57,7 +57,7 @@ pub use crate::{
 
 /// The process of the command `keeper`.
 pub mod keeper {
-    pub use crate::broker::{keeper::check_reachable, start::run_keeper};
+    pub use crate::broker::keeper::{check_reachable, run_keeper};
 }
 
 /// Sizes and counts as text.

@@ -49,11 +49,9 @@
 mod client;
 pub(crate) mod keeper;
 mod manifest;
-mod name;
 pub(crate) mod notify;
 mod request;
 pub(crate) mod server;
-pub(crate) mod start;
 
 pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,

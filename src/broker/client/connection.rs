@@ -305,23 +305,25 @@ impl Connection {
         lock(&self.holdings).puts.remove(name);
     }
 
-    /// Ends a lease or a claim. Does not block: while the socket is full, the background thread or the next request sends the release.
-    pub(super) fn release(self: &Arc<Self>, token: Token, what: &str) {
+    /// Ends a lease or a claim. Does not block, except on a full socket that can't be replaced.
+    pub(super) fn release(&self, token: Token, what: &str) {
         if !self.is_own() {
             // The fork does not own the lease, and another thread may have held the locks at fork(2).
             return;
         }
         // Remove it first: a reconnect in progress compares the resumed leases with the remaining ones.
         lock(&self.holdings).leases.remove(&token);
-        match self.try_send(&Message::Release(Release { token })) {
-            Ok(true) => {}
-            Ok(false) => {
-                lock(&self.holdings).pending_releases.push(token);
-                self.start_watcher();
-                self.wake_watcher();
-            }
-            // The connection broke: the broker ends leases that are not resumed.
-            Err(Error::Peer(_)) => {}
+        let release = Message::Release(Release { token });
+        let sent = match self.try_send(&release) {
+            Ok(true) => Ok(()),
+            // The broker ends leases that are not resumed, and this is no longer one of them.
+            Ok(false) if self.dialler.is_some() => return self.abandon(),
+            Ok(false) => self.send(&release, &[]),
+            Err(error) => Err(error),
+        };
+        match sent {
+            // The connection broke: the same holds.
+            Ok(()) | Err(Error::Peer(_)) => {}
             Err(error) => tracing::warn!(%error, "cannot end {what}"),
         }
     }
@@ -333,39 +335,11 @@ impl Connection {
     }
 
     /// Returns whether the socket had room for the message.
-    pub(super) fn try_send(&self, message: &Message) -> Result<bool> {
+    fn try_send(&self, message: &Message) -> Result<bool> {
         let mut record = Vec::with_capacity(64);
         message.encode_into(&mut record)?;
         tracing::debug!(kind = message.name(), "to the broker");
         self.socket.try_send(message.name(), &record)
-    }
-
-    /// Sends pending releases without blocking. Returns whether some remain.
-    pub(super) fn try_flush_releases(&self) -> bool {
-        let mut holdings = lock(&self.holdings);
-        while let Some(&token) = holdings.pending_releases.last() {
-            match self.try_send(&Message::Release(Release { token })) {
-                Ok(true) => drop(holdings.pending_releases.pop()),
-                Ok(false) => return true,
-                // The connection broke: the broker ends leases that are not resumed.
-                Err(_) => holdings.pending_releases.clear(),
-            }
-        }
-        false
-    }
-
-    /// Sends all pending releases. Blocks. Called before each request, which must not overtake them.
-    pub(super) fn flush_releases(&self) -> Result<()> {
-        loop {
-            // A `while let` on the lock would hold it during the send.
-            let token = lock(&self.holdings).pending_releases.pop();
-            let Some(token) = token else { return Ok(()) };
-            if let Err(error) = self.send(&Message::Release(Release { token }), &[]) {
-                lock(&self.holdings).pending_releases.push(token);
-                self.wake_watcher();
-                return Err(error);
-            }
-        }
     }
 
     /// Changes the handlers. Does nothing in a fork: another thread may have held their lock, and no thread would call them.

@@ -18,10 +18,7 @@ use super::{
     socket::{Exchange, unexpected},
 };
 use crate::{
-    broker::{
-        name::{check_component, check_name},
-        request::short,
-    },
+    broker::request::{check_component, check_name, short},
     channel::deadline_after,
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     wire::{

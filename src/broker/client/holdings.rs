@@ -30,8 +30,6 @@ pub(super) struct Holdings {
     pub(super) leases: HashMap<Token, Arc<OwnLease>>,
     /// The last put of each name that may be deleted together with this connection.
     pub(super) puts: HashMap<String, Token>,
-    /// Releases that did not fit the socket yet.
-    pub(super) pending_releases: Vec<Token>,
 }
 
 impl Holdings {
@@ -66,15 +64,12 @@ pub(super) struct OwnLease {
     restore: Option<Vec<RestorePart>>,
     /// Whether the broker counts the lease, as far as this process knows.
     counted: AtomicBool,
-    /// Set once a restore failed for a permanent reason.
-    restore_failed: AtomicBool,
     pub(super) recall: Mutex<RecallState>,
 }
 
 impl OwnLease {
     pub(super) fn new(token: Token, header: Arc<Header>, size: u64, restore: Option<Vec<RestorePart>>) -> Self {
-        let (counted, restore_failed) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { token, header, size, restore, counted, restore_failed, recall: Mutex::default() }
+        Self { token, header, size, restore, counted: AtomicBool::new(true), recall: Mutex::default() }
     }
 
     pub(super) fn resumption(&self) -> ResumedLease {
@@ -92,14 +87,9 @@ impl OwnLease {
 
     /// The version's parts and their descriptors, unless a restore is impossible.
     pub(super) fn restorable(&self) -> Option<Vec<HeldPart<'_>>> {
-        let parts = self.restore.as_ref().filter(|_| !self.restore_failed.load(Ordering::Acquire))?;
+        let parts = self.restore.as_ref()?;
         let held = |part| Some((part, RestorePart::descriptors(part)?));
         parts.iter().map(held).collect()
-    }
-
-    /// Prevents further restores.
-    pub(super) fn forbid_restore(&self) {
-        self.restore_failed.store(true, Ordering::Release);
     }
 }
 

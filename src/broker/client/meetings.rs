@@ -15,7 +15,7 @@ use super::{
     socket::{Dialler, Subscription, is_broken, send_on, unexpected},
 };
 use crate::{
-    broker::name::{check_name, check_prefix},
+    broker::request::{check_name, check_prefix},
     channel::{Cancel, Peer, deadline_after},
     error::{Error, PeerError, ProtocolError, Result},
     sys::fork::ProcessIdentity,

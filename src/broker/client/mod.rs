@@ -39,7 +39,7 @@ pub use self::{
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},
 };
-use super::name::{check_name, check_prefix};
+use super::request::{check_name, check_prefix};
 use crate::{
     channel::{Config, Peer},
     error::{Error, ProtocolError, Result},

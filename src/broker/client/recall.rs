@@ -15,7 +15,7 @@ use super::{
     socket::{Subscription, answer},
 };
 use crate::{
-    broker::name::check_name,
+    broker::request::check_name,
     channel::deadline_after,
     error::{BrokerError, Error, RefusalCode, Result},
     sys::lock,

@@ -106,9 +106,7 @@ impl Connection {
     /// Returns the notices for the handlers.
     fn resume_all(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<Vec<Notice>> {
         let (state_lost, leases, puts) = {
-            let mut holdings = lock(&self.holdings);
-            // Pending releases end with the old connection: their leases are not resumed.
-            holdings.pending_releases.clear();
+            let holdings = lock(&self.holdings);
             let leases: Vec<Arc<OwnLease>> = holdings.leases.values().cloned().collect();
             (holdings.instance != instance, leases, holdings.puts.values().copied().collect::<Vec<Token>>())
         };
@@ -207,9 +205,6 @@ impl Connection {
                             Err(error) if is_connection_error(&error) => return Err(error),
                             Err(error) => {
                                 tracing::debug!(%error, name = held.header.name, "the broker did not accept a restored version");
-                                if !matches!(error, Error::Broker(_)) {
-                                    held.forbid_restore();
-                                }
                                 problem = Some(error.in_full());
                                 break;
                             }

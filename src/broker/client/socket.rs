@@ -102,8 +102,7 @@ pub(super) struct Exchange<'a> {
 impl Exchange<'_> {
     /// Sends the first record of a request.
     pub(super) fn send_first(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let sent = self.connection.flush_releases().and_then(|()| self.send(message, fds));
-        match sent {
+        match self.send(message, fds) {
             Err(gone @ Error::Peer(PeerError::Gone { .. })) => {
                 // The broker reports the reason before it closes the connection.
                 match self.receive("for the reason") {

@@ -12,7 +12,7 @@ use super::{
     socket::{Subscription, is_broken},
 };
 use crate::{
-    broker::name::check_prefix,
+    broker::request::check_prefix,
     channel::deadline_after,
     error::Result,
     wire::broker::{Event, Events, WatchHeader},

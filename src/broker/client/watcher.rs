@@ -1,4 +1,4 @@
-//! The background thread: it reconnects while no request is in progress, and sends releases that did not fit the socket.
+//! The background thread: it reconnects while no request is in progress, and calls handlers.
 
 use std::{
     io,
@@ -29,8 +29,8 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// The first and the longest pause between attempts to reconnect.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
 
-/// The pause between attempts to subscribe to recalls, in milliseconds.
-const RETRY: u16 = 1000;
+/// The pause between attempts to subscribe to recalls.
+const RETRY: Duration = Duration::from_secs(1);
 
 impl Connection {
     /// Starts the background thread unless it runs.
@@ -69,13 +69,6 @@ fn start(connection: &Arc<Connection>) -> Result<Arc<EventFd>> {
     Ok(wake)
 }
 
-/// Does the work of a connection that is up.
-fn serve(connection: &Arc<Connection>, recalls: &mut Option<Subscription>) -> Next {
-    let retry = connection.receive_recalls(recalls);
-    connection.call_handlers();
-    Next::HangUp { pending_releases: connection.try_flush_releases(), retry }
-}
-
 /// The background thread's state.
 struct Watcher {
     connection: Weak<Connection>,
@@ -87,18 +80,16 @@ struct Watcher {
 
 /// The event that the thread waits for.
 enum Next {
-    /// Broken connection, or a recall; with `pending_releases`, also room in the socket; with `retry`, also the time to subscribe to recalls.
-    HangUp { pending_releases: bool, retry: bool },
-    /// Timeout.
-    Pause(Duration),
-    /// A wake-up by another thread.
-    Wake,
+    /// A broken connection, or a recall; at the latest this time, if any.
+    HangUp(Option<Duration>),
+    /// This time, if any.
+    Pause(Option<Duration>),
 }
 
 impl Watcher {
     fn run(self) {
         call_no_checks();
-        let mut next = Next::HangUp { pending_releases: false, retry: false };
+        let mut next = Next::HangUp(None);
         let mut recalls = None;
         // When the connection broke, whether the handlers were called, and the pause before the next attempt.
         let mut since = None;
@@ -112,7 +103,10 @@ impl Watcher {
             let Some(connection) = self.connection.upgrade() else { return };
             connection.call_handlers();
             if !connection.needs_reconnect() {
-                (next, since, reported, pause) = (serve(&connection, &mut recalls), None, false, PAUSES[0]);
+                let retries = connection.receive_recalls(&mut recalls);
+                connection.call_handlers();
+                next = Next::HangUp(retries.then_some(RETRY));
+                (since, reported, pause) = (None, false, PAUSES[0]);
                 continue;
             }
             let Some(dialler) = &self.dialler else {
@@ -123,13 +117,13 @@ impl Watcher {
             {
                 let Some(turn) = connection.turns.try_begin() else {
                     // The other thread's request reconnects.
-                    next = Next::Pause(RECHECK_INTERVAL);
+                    next = Next::Pause(Some(RECHECK_INTERVAL));
                     continue;
                 };
                 // A request may have reconnected in the meantime.
                 if !connection.needs_reconnect() {
-                    // Not `serve` during the turn, as it makes a request.
-                    next = Next::Pause(PAUSES[0]);
+                    // Recalls make a request, which needs the turn.
+                    next = Next::Pause(Some(PAUSES[0]));
                     continue;
                 }
                 if connection.is_hung_up() {
@@ -139,7 +133,7 @@ impl Watcher {
             }
             if lock(&connection.holdings).is_empty() {
                 // The next request reconnects.
-                next = Next::Wake;
+                next = Next::Pause(None);
                 continue;
             }
             let since = *since.get_or_insert_with(Instant::now);
@@ -172,7 +166,7 @@ impl Watcher {
                     }
                 }
             }
-            next = Next::Pause(pause);
+            next = Next::Pause(Some(pause));
             pause = (pause * 2).min(PAUSES[1]);
         }
     }
@@ -191,26 +185,14 @@ impl Watcher {
 
     fn wait(&self, next: &Next, recalls: Option<&Subscription>) -> io::Result<()> {
         // poll(2) always reports POLLHUP. Records are for the requesting thread, so do not ask for POLLIN.
-        let wake = PollFd::new(self.wake.as_fd(), PollFlags::POLLIN);
-        let writable = if matches!(next, Next::HangUp { pending_releases: true, .. }) {
-            PollFlags::POLLOUT
-        } else {
-            PollFlags::empty()
-        };
-        let socket = PollFd::new(self.socket.as_fd(), writable);
-        let mut polled = vec![wake, socket];
-        polled.extend(recalls.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)));
-        let (polled, timeout) = match next {
-            Next::HangUp { retry: true, .. } => (&mut polled[..], PollTimeout::from(RETRY)),
-            Next::HangUp { .. } => (&mut polled[..], PollTimeout::NONE),
-            Next::Wake => (&mut polled[..1], PollTimeout::NONE),
-            // Round up: a pause of 0 would spin.
-            Next::Pause(pause) => {
-                let pause = PollTimeout::try_from(*pause).unwrap_or(PollTimeout::MAX);
-                (&mut polled[..1], pause)
-            }
-        };
-        match poll(polled, timeout) {
+        let mut polled = vec![PollFd::new(self.wake.as_fd(), PollFlags::POLLIN)];
+        let (Next::HangUp(wait) | Next::Pause(wait)) = next;
+        if matches!(next, Next::HangUp(_)) {
+            polled.push(PollFd::new(self.socket.as_fd(), PollFlags::empty()));
+            polled.extend(recalls.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)));
+        }
+        let timeout = wait.map_or(PollTimeout::NONE, |wait| PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX));
+        match poll(&mut polled, timeout) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }

@@ -12,8 +12,8 @@ use nix::{libc, poll::PollFlags};
 use super::{
     HANDOVER_TIMEOUT, RECEIVED_EACH, VERSION, WINDOW,
     entries::{Entries, Sending, borrowed},
+    link::{Process, ready, until},
     message::{Arrival, Message, Role, receive, send},
-    peer::{Process, ready, until},
 };
 use crate::channel::Cancel;
 

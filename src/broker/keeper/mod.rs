@@ -8,7 +8,7 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `peer`, `link` | finds or starts a server's keeper, and takes over its entries |
+//! | `link` | finds or starts a server's keeper, and takes over its entries |
 //! | `store` | the server's end of the connection |
 //! | `process`, `newcomers`, `twin` | the keeper: its loop, new connections, its copy while it has no server |
 //! | `message`, `entries`, `handover` | the records, the entries that they carry, and handovers of all entries |
@@ -52,23 +52,39 @@ mod handover;
 mod link;
 mod message;
 mod newcomers;
-mod peer;
 mod process;
 mod store;
 #[cfg(test)]
 mod tests;
 mod twin;
 
+use std::path::Path;
+
+pub use self::link::{KeeperPath, check_reachable};
 #[cfg(test)]
 pub(super) use self::process::simulated::KeeperFlaw;
 pub(super) use self::{
     entries::Entry,
-    link::{Link, Takeover},
-    peer::Process,
+    link::{Link, Process, Takeover},
     process::KeeperProcess,
     store::{Flushed, Mark, Source, Store},
 };
-pub use self::{link::KeeperPath, peer::check_reachable};
+use crate::{channel::Cancel, error::Result};
+
+/// Runs a keeper that listens at a path. `is_detached`: a server started it. Returns its exit code. Blocks until the keeper exits. No other
+/// thread may run: the keeper forks.
+///
+/// # Errors
+/// All errors of the keeper.
+pub fn run_keeper(socket: &Path, is_detached: bool) -> Result<i32> {
+    if is_detached {
+        // Executed through /proc/self/exe, its name would be `exe`. Only for people, so a failure does not matter.
+        let _ = nix::sys::prctl::set_name(c"vmmfd");
+        // Its own session: signals of a terminal are for the server. Fails if it leads a process group already.
+        let _ = nix::unistd::setsid();
+    }
+    KeeperProcess::at(socket, is_detached, &Cancel::new()?)?.run()
+}
 
 /// The version of the messages.
 const VERSION: u32 = 3;

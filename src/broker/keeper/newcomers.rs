@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     HANDOVER_TIMEOUT,
+    link::require_own_user,
     message::{Arrival, Message, Role, receive, send},
-    peer::require_own_user,
 };
 use crate::{
     channel::{Cancel, Config, Listener, Peer, created_socket_path},

@@ -26,9 +26,9 @@ use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
     entries::Entries,
     handover::{Handover, hand_over, receive_all},
+    link::{Process, dial_if_there, unreachable, until},
     message::{Arrival, Message, Role, receive, send},
     newcomers::{Newcomers, answer},
-    peer::{Process, dial_if_there, unreachable, until},
     twin::{Side, Twin},
 };
 use crate::{

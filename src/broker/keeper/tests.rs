@@ -6,10 +6,10 @@ use std::{
 
 use super::{
     entries::Entries,
+    link::pair,
     link::take_over,
     message::{Arrival, Message, Piece, Role, receive, send},
     newcomers::Newcomers,
-    peer::pair,
     *,
 };
 use crate::{channel::Cancel, error::RefusalCode};
@@ -236,7 +236,7 @@ fn next_keeper_drops_queued_connections() {
     let folder = tempfile::tempdir().unwrap();
     let (path, cancel) = (folder.path().join("keeper.sock"), Cancel::new().unwrap());
     let first = Newcomers::at(&path, &cancel).unwrap();
-    let dial = || peer::dial(&path, std::time::Duration::ZERO, &cancel).unwrap().0;
+    let dial = || link::dial(&path, std::time::Duration::ZERO, &cancel).unwrap().0;
     let queued = dial();
     let _next = Newcomers::inherited(first.listener().try_clone_to_owned().unwrap(), &path, &cancel).unwrap();
     assert!(matches!(receive(&queued).unwrap(), Arrival::End));

@@ -15,7 +15,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::peer::Process;
+use super::link::Process;
 use crate::sys::{self, pidfd_of};
 
 /// The pause before another fork if one failed, or if a twin died.

@@ -9,7 +9,6 @@
 
 mod admit;
 mod io;
-pub(crate) mod limits;
 #[cfg(test)]
 #[path = "../simulation/mod.rs"]
 mod simulation;
@@ -40,7 +39,6 @@ use self::{
         keeper::KeeperLink,
         reactor::{self, Reactor},
     },
-    limits::TimeLimits,
     state::{
         objects::Objects,
         root::{State, Time},
@@ -101,6 +99,41 @@ impl Default for ServerConfig {
             emulated: false,
             limits: TimeLimits::default(),
         }
+    }
+}
+
+/// How long a server waits for others. Not for users: tests that wait for a limit shorten it.
+#[derive(Debug, Clone, Copy)]
+pub struct TimeLimits {
+    /// How long clients can resume leases of the previous server.
+    pub resume: Duration,
+    /// How long a starting server waits for the socket of its keeper, and a stopping server for the keeper to confirm everything.
+    pub keeper: Duration,
+    /// How long a keeper may read nothing before it is killed and replaced.
+    pub silence: Duration,
+    /// How often to check that the socket's file still exists.
+    pub file: Duration,
+}
+
+impl Default for TimeLimits {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { resume: seconds(10), keeper: seconds(10), silence: seconds(5), file: seconds(10) }
+    }
+}
+
+impl TimeLimits {
+    /// Sets a limit by its name. Returns whether it exists.
+    pub fn set(&mut self, name: &str, limit: Duration) -> bool {
+        let field = match name {
+            "resume" => &mut self.resume,
+            "keeper" => &mut self.keeper,
+            "silence" => &mut self.silence,
+            "file" => &mut self.file,
+            _ => return false,
+        };
+        *field = limit;
+        true
     }
 }
 
@@ -270,22 +303,12 @@ impl Server {
             false => error,
         })?;
         let ender = taken.ender();
-        Self::resume(path, config, taken, cancel).inspect_err(|_| {
-            if let Some(ender) = ender {
-                ender.end();
-            }
-        })
+        Self::resume(path, config, taken, cancel).inspect_err(|_| ender.into_iter().for_each(|end| end()))
     }
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         let (listener, reserves_names) = listen(path, &config, false, cancel)?;
-        let objects = Objects::restore(
-            Time::now(),
-            config.user_limits(),
-            config.limits.resume,
-            Store::default(),
-            BTreeMap::new(),
-        );
+        let objects = Objects::restore(Time::now(), config.user_limits(), Store::default(), BTreeMap::new());
         Self::with(listener, config, objects, Vec::new(), reserves_names, KeeperLink::default(), cancel)
     }
 
@@ -307,7 +330,7 @@ impl Server {
             }
         }
         lengthen_queue(&listener)?;
-        let objects = Objects::restore(Time::now(), config.user_limits(), config.limits.resume, store, inherited);
+        let objects = Objects::restore(Time::now(), config.user_limits(), store, inherited);
         let keeper_link = KeeperLink::new(link, keeper, config.leave.clone());
         Self::with(listener, config, objects, nodes, reserves_names, keeper_link, cancel)
     }

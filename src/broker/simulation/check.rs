@@ -4,14 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     client::memory_of,
-    oracle::{Memory, usage},
-    server::{LIMITS, Server},
+    oracle::Memory,
+    server::Server,
     step::{Request, Step},
-    world::{CLIENTS, Pipe, World},
+    world::{CLIENTS, Pipe, UIDS, World},
 };
 use crate::{
     broker::{
         keeper::KeeperProcess,
+        server::admit::Resource,
         server::state::{
             caller::ConnectionId,
             objects::{NewVersion, audit::Audit},
@@ -54,7 +55,7 @@ impl World {
         });
         let memory = memory.collect::<BTreeMap<u64, Memory>>();
         self.oracle.check_versions(&audit, &memory, objects.events())?;
-        self.check_quotas(&audit)?;
+        self.check_quotas()?;
         if self.is_dying {
             return Ok(());
         }
@@ -135,15 +136,12 @@ impl World {
         Ok(())
     }
 
-    fn check_quotas(&self, audit: &Audit) -> Result<(), String> {
+    fn check_quotas(&self) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
-        let drafts = server.state.drafts.values().flatten().map(|put| (put.uid(), put.bytes()));
-        for (uid, used) in usage(audit.versions.values(), audit.leases.values(), drafts) {
-            require(used.iter().zip(LIMITS).all(|(used, limit)| *used <= limit), || {
-                format!("uid {uid} has {used:?} objects, leases and bytes, which exceeds its quota")
-            })?;
-        }
-        Ok(())
+        let resources = [Resource::Objects, Resource::Leases, Resource::Bytes];
+        let mut exceeded = UIDS.iter().flat_map(|uid| resources.map(|resource| (*uid, resource)));
+        let exceeded = exceeded.find(|(uid, resource)| server.state.objects.lacks_room(*uid, *resource, 0));
+        require(exceeded.is_none(), || format!("a user has more than its quota: {exceeded:?}"))
     }
 
     /// Descriptors are reserved exactly for uploads, drafts and waiting puts.

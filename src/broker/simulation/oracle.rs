@@ -9,10 +9,11 @@ use std::{
 
 use super::{
     client::{Client, NAMES, Pending, part_of},
-    server::LIMITS,
     step::{Kind, Request},
+    world::UIDS,
 };
 use crate::{
+    broker::server::admit::Resource,
     broker::server::state::{
         caller::ConnectionId,
         objects::{
@@ -343,22 +344,6 @@ impl Oracle {
     }
 }
 
-/// The objects, leases and bytes of each user. `drafts` are bytes of unpublished versions.
-pub(super) fn usage<'a>(
-    versions: impl Iterator<Item = &'a AuditedVersion>,
-    leases: impl Iterator<Item = &'a AuditedLease>,
-    drafts: impl Iterator<Item = (u32, u64)>,
-) -> BTreeMap<u32, [u64; 3]> {
-    let mut usage = BTreeMap::<u32, [u64; 3]>::new();
-    for version in versions {
-        usage.entry(version.owner).or_default()[0] += u64::from(version.kept);
-        usage.entry(version.payer).or_default()[2] += version.bytes;
-    }
-    leases.for_each(|lease| usage.entry(lease.uid).or_default()[1] += 1);
-    drafts.for_each(|(uid, bytes)| usage.entry(uid).or_default()[2] += bytes);
-    usage
-}
-
 /// Whether newer versions have replaced a version.
 fn is_replaced(version: &AuditedVersion, audit: &Audit) -> bool {
     let newer = audit.versions.values().filter(|other| other.name == version.name && other.named);
@@ -368,15 +353,12 @@ fn is_replaced(version: &AuditedVersion, audit: &Audit) -> bool {
 
 /// Whether a user may have too little room for a request.
 fn is_near_quota(state: &State) -> bool {
-    // Without tables, which have a few bytes.
     const LARGEST_PUT: u64 = 4 << 20;
-    let drafts = state.drafts.values().flatten().map(|put| (put.uid(), LARGEST_PUT));
-    let audit = state.objects.copy();
-    let [objects, leases, bytes] = LIMITS;
-    let pending = state.objects.pending().count() as u64;
-    let is_near = |used: &[u64; 3]| used[0] + pending >= objects || used[1] >= leases || used[2] + LARGEST_PUT >= bytes;
-    let unpublished = drafts.chain(state.objects.pending());
-    usage(audit.versions.values(), audit.leases.values(), unpublished).values().any(is_near)
+    let is_near = |uid: &u32| {
+        let needs = [(Resource::Objects, 1), (Resource::Leases, 1), (Resource::Bytes, LARGEST_PUT)];
+        needs.into_iter().any(|(resource, more)| state.objects.lacks_room(*uid, resource, more))
+    };
+    UIDS.iter().any(is_near)
 }
 
 /// Whether the last event of a name is its deletion, at this moment. Waiting changes of a name begin together, and are then answered.

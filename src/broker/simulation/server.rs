@@ -19,8 +19,8 @@ use crate::{
     broker::{
         keeper::{Flushed, KeeperFlaw, KeeperProcess, Mark},
         server::{
+            TimeLimits,
             admit::{Limits, Resource},
-            limits::TimeLimits,
             state::{
                 caller::{Caller, ConnectionId},
                 effects::{Effect, Effects},
@@ -35,7 +35,7 @@ use crate::{
 };
 
 /// The quota of each user: objects, leases and bytes. Small enough to be reached: a version of one segment has 2 MiB.
-pub(super) const LIMITS: [u64; 3] = [4, 5, 8 << 20];
+const LIMITS: [u64; 3] = [4, 5, 8 << 20];
 
 /// A time limit of the server, in the order of its use: a hello, and the rest of a put.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -378,8 +378,7 @@ impl World {
         let [objects, leases, bytes] = LIMITS.map(Some);
         let quota = Quota { objects, leases, bytes, ..Quota::default() };
         let limits = Limits::new(quota, Quota::unlimited(), 100_000);
-        let mut objects =
-            Objects::restore(self.now, limits, TimeLimits::default().resume, taken.store, taken.inherited);
+        let mut objects = Objects::restore(self.now, limits, taken.store, taken.inherited);
         objects.hold_own(File::open("/dev/null").unwrap().into(), Vec::new());
         objects.store_mut().complete();
         objects.store_mut().serving();

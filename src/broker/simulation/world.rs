@@ -26,7 +26,7 @@ use crate::{
 };
 
 pub(super) const CLIENTS: usize = 3;
-const UIDS: [u32; CLIENTS] = [34_560, 34_560, 34_561];
+pub(super) const UIDS: [u32; CLIENTS] = [34_560, 34_560, 34_561];
 
 /// A connection between a client and the server.
 #[derive(Debug, Default)]

@@ -14,8 +14,8 @@ use super::{
     super::{
         HANDOVER_TIMEOUT, VERSION,
         handover::hand_over,
+        link::{ready, until},
         message::{Arrival, Message, receive, send},
-        peer::{ready, until},
     },
     KeeperProcess, descriptor_limit,
 };

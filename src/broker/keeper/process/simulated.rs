@@ -8,8 +8,8 @@ use super::{
     super::{
         Link, Process, Store, Takeover,
         link::take_over,
+        link::{pair, ready},
         message::{Arrival, Message, Piece, Role, receive, send},
-        peer::{pair, ready},
     },
     Entries, KeeperProcess,
 };

@@ -5,7 +5,7 @@
 //! | `reactor` | the event loop and its timers |
 //! | `serve` | receives records, executes effects, closes connections |
 //! | `introduce` | connects the publishers and followers of topics |
-//! | `connection`, `connections` | client sockets, their send queues, and descriptors that were sent but not read |
+//! | `connection` | client sockets, their send queues, and descriptors that were sent but not read |
 //! | `admission` | decides which users may connect |
 //! | `timers` | the timer queue |
 //! | `closer` | closes descriptors |
@@ -15,7 +15,6 @@
 pub(super) mod admission;
 mod closer;
 mod connection;
-mod connections;
 pub(super) mod devices;
 mod introduce;
 pub(super) mod keeper;

@@ -16,7 +16,7 @@ use nix::sys::resource::{self, getrlimit, setrlimit};
 use super::{
     admission::{Admission, restrict},
     closer::{Closed, Closer},
-    connections::Connections,
+    connection::Connections,
     keeper::{KEEPER, KeeperLink, STORE},
     timers::{Timer, Timers},
 };
@@ -24,12 +24,12 @@ use crate::{
     broker::{
         notify,
         server::{
+            TimeLimits,
             admit::Resource,
-            limits::TimeLimits,
             state::{
                 caller::ConnectionId,
+                metrics::REPEATS_LOGGED_EACH,
                 objects::ServerReport,
-                repeats,
                 root::{State, Time},
             },
             verbs::{connection, list, put, watch},
@@ -345,7 +345,7 @@ impl Reactor {
         }
         self.schedule_expiries();
         if !self.state.repeats.is_empty() {
-            self.timers.set_by(repeats::INTERVAL, Timer::RepeatLimiter);
+            self.timers.set_by(REPEATS_LOGGED_EACH, Timer::RepeatLimiter);
         }
         self.close_garbage();
         self.heap.note(self.state.objects.total().versions as usize);

@@ -25,7 +25,6 @@ pub(super) mod effects;
 pub(super) mod inspect;
 pub(super) mod metrics;
 pub(super) mod objects;
-pub(super) mod repeats;
 pub(super) mod root;
 pub(super) mod topics;
 pub(super) mod watchers;

@@ -9,9 +9,8 @@ use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
     effects::Effects,
-    metrics::Metrics,
+    metrics::{Metrics, RepeatLimiter},
     objects::{NewVersion, Objects},
-    repeats::RepeatLimiter,
     topics::Topics,
     watchers::Watchers,
 };

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::{
+    dispatch::{refuse, reply},
     effects::Effect,
     get, put,
-    reply::{refuse, reply},
     watch::page_sent,
 };
 use crate::{

@@ -4,13 +4,13 @@
 use std::time::Duration;
 
 use super::{
+    dispatch::{count, end_request, refuse, reply},
     effects::{Effect, Outgoing},
     put::answer_when_safe,
-    reply::{count, end_request, refuse, reply},
 };
 use crate::{
     broker::{
-        name::{check_component, check_name},
+        request::{check_component, check_name},
         server::state::{
             caller::ConnectionId,
             claims::Claims,

@@ -3,12 +3,12 @@
 use std::process;
 
 use super::{
-    reply::{refuse, reply, reply_with},
+    dispatch::{refuse, reply, reply_with},
     topic,
 };
 use crate::{
     broker::{
-        name::check_name,
+        request::check_name,
         server::{
             admit::{Limits, Resource},
             state::{

@@ -2,11 +2,10 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `dispatch` | selects the function for a message |
+//! | `dispatch` | selects the function for a message, and answers |
 //! | `connection` | connects, hellos, disconnects, deadlines, completed sends |
 //! | `put` | puts and deletes, and how they take effect |
 //! | `get`, `list`, `topic`, `watch` | the other verbs |
-//! | `reply` | answers and refusals |
 
 use super::state::effects;
 
@@ -15,7 +14,6 @@ pub(super) mod dispatch;
 mod get;
 pub(super) mod list;
 pub(super) mod put;
-mod reply;
 #[cfg(test)]
 mod tests;
 pub(super) mod topic;

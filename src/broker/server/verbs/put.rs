@@ -4,14 +4,13 @@
 use std::{os::fd::OwnedFd, time::Duration};
 
 use super::{
+    dispatch::{answer, refuse, reply},
     effects::Effect,
     get::published,
-    reply::{answer, refuse, reply},
 };
 use crate::{
     broker::{
-        name::check_name,
-        request,
+        request::{self, check_name},
         server::{
             admit::{NOBODY, Resource},
             state::{

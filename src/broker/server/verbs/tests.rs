@@ -39,8 +39,6 @@ use crate::{
 /// Neither root nor the user that runs the tests.
 const USER_UID: u32 = 34_560;
 
-const RESUME: Duration = Duration::from_secs(10);
-
 struct Fixture {
     state: State,
     last: u64,
@@ -56,7 +54,7 @@ impl Fixture {
     fn with(quota: Quota, files: usize) -> Self {
         let limits = Limits::new(quota, Quota::default(), files);
         let now = Time::now();
-        let objects = Objects::restore(now, limits, RESUME, Store::default(), BTreeMap::new());
+        let objects = Objects::restore(now, limits, Store::default(), BTreeMap::new());
         Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, limits, now }
     }
 
@@ -69,7 +67,7 @@ impl Fixture {
         };
         let entries = old.copy().versions.keys().map(entry).collect();
         self.now.ms += after_ms;
-        let objects = Objects::restore(self.now, self.limits, RESUME, Store::default(), entries);
+        let objects = Objects::restore(self.now, self.limits, Store::default(), entries);
         self.state = State::new(objects, Duration::from_secs(30), false);
     }
 
@@ -410,22 +408,6 @@ fn early_release_ends_connection() {
     let (token, _) = Seen(std::mem::take(&mut test.state.effects).0.into()).lease(reader);
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
-}
-
-/// Each restart lets clients resume leases for 10 s. A replaced version without a lease stays for 10 s, even if servers restart all the time.
-#[test]
-fn restarts_do_not_keep_replaced_versions() {
-    let mut test = Fixture::new();
-    let maker = test.client();
-    test.put(maker, "a", "");
-    let mut longest = 0;
-    for _ in 0..12 {
-        test.restart(4000);
-        let maker = test.client();
-        test.put(maker, "a", r#", "replace": true"#).published(maker);
-        longest = longest.max(test.state.objects.total().versions);
-    }
-    assert_eq!(longest, 4, "the current version, and those of the last 10 s");
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! Topics: introduces publishers and followers.
 
 use super::{
+    dispatch::refuse,
     effects::{Effect, Outgoing},
-    reply::refuse,
 };
 use crate::{
     broker::{
-        name::{check_name, check_prefix},
+        request::{check_name, check_prefix},
         server::state::{
             caller::ConnectionId,
             root::{PendingRequest, State},

@@ -19,8 +19,6 @@ pub(in crate::broker::server) struct AuditedVersion {
     pub(in crate::broker::server) number: u64,
     pub(in crate::broker::server) id: String,
     pub(in crate::broker::server) owner: u32,
-    pub(in crate::broker::server) payer: u32,
-    pub(in crate::broker::server) bytes: u64,
     pub(in crate::broker::server) named: bool,
     /// Whether its name keeps it, as the current version or an earlier one.
     pub(in crate::broker::server) kept: bool,
@@ -58,7 +56,7 @@ impl Objects {
     pub(in crate::broker::server) fn audit(&self) -> Result<Audit, String> {
         let audit = self.copy();
         self.check_leases(&audit)?;
-        self.check_users(&audit)?;
+        self.check_users()?;
         Ok(audit)
     }
 
@@ -79,8 +77,6 @@ impl Objects {
                 number: record.version,
                 id: record.id.clone(),
                 owner: name.map_or(record.owner.uid, |name| name.owner.uid),
-                payer: record.payer(),
-                bytes: record.memory(),
                 named: !record.is_unnamed && name.is_some(),
                 kept: name.is_some_and(|name| name.keeps(record.version)),
                 keep: name.map_or(0, |name| name.keep),
@@ -132,21 +128,24 @@ impl Objects {
         Ok(())
     }
 
-    fn check_users(&self, audit: &Audit) -> Result<(), String> {
+    fn check_users(&self) -> Result<(), String> {
         let mut want = BTreeMap::<u32, [u64; 3]>::new();
         for entry in self.names.values() {
             want.entry(entry.owner.uid).or_default()[0] += 1;
         }
-        for lease in audit.leases.values() {
-            want.entry(lease.uid).or_default()[1] += 1;
-        }
-        for version in audit.versions.values() {
-            want.entry(version.payer).or_default()[2] += version.bytes;
+        for lease in self.leases.values() {
+            want.entry(lease.reader.uid).or_default()[1] += 1;
         }
         for version in self.pending.values() {
             let new = u64::from(!self.names.contains_key(version.record.name.as_str()));
             want.entry(version.record.owner.uid).or_default()[0] += new;
+        }
+        for version in self.versions.values().chain(self.pending.values()) {
             want.entry(version.record.payer()).or_default()[2] += version.record.memory();
+        }
+        let kept = self.names.values().map(|name| name.kept).sum::<u64>();
+        if kept != self.users.total(Resource::Kept) || self.names.values().any(|name| name.kept < name.earlier()) {
+            return Err(format!("{} earlier versions are counted for {kept}", self.users.total(Resource::Kept)));
         }
         for total in self.users.totals(None, 1 << 20) {
             let bytes = total.devices.iter().map(|device| device.bytes).sum();
@@ -180,9 +179,9 @@ impl Objects {
         keys.filter_map(|key| self.manifest(key).map(|(manifest, fds)| (key, manifest, fds)))
     }
 
-    /// The users and bytes of versions that the keeper has not confirmed.
-    pub(in crate::broker::server) fn pending(&self) -> impl Iterator<Item = (u32, u64)> {
-        self.pending.values().map(|version| (version.record.payer(), version.record.memory()))
+    /// Whether a user may not have `more` of a resource.
+    pub(in crate::broker::server) fn lacks_room(&self, uid: u32, resource: Resource, more: u64) -> bool {
+        !self.users.has_room(uid, resource, more)
     }
 
     /// The descriptors of unpublished versions that the keeper does not have yet, as counted.

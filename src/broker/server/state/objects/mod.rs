@@ -2,7 +2,7 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `publish`, `remove`, `leases`, `lifetimes` | changes |
+//! | `publish`, `remove`, `leases` | changes |
 //! | `events` | the broker's identity, events for watchers, completed requests |
 //! | `restore` | objects of the previous server, and everything for a new keeper |
 //! | `select`, `view` | answers to gets, listings |
@@ -12,7 +12,6 @@
 pub(in crate::broker::server) mod audit;
 mod events;
 mod leases;
-mod lifetimes;
 mod publish;
 mod readers;
 mod remove;
@@ -93,8 +92,6 @@ pub(crate) struct Objects {
     last_key: u64,
     /// The last key of the previous server, as long as clients may resume its leases; 0 afterwards.
     last_restored: u64,
-    /// Until when clients may resume leases of the previous server, in milliseconds since 1970.
-    resume_by_ms: u64,
     last_lease: u64,
     /// Descriptors of users, for the caller to close where blocking is allowed.
     garbage: Vec<(u32, Vec<OwnedFd>)>,
@@ -182,7 +179,6 @@ impl Objects {
             requests: BTreeMap::new(),
             last_key: 0,
             last_restored: 0,
-            resume_by_ms: 0,
             last_lease: 0,
             garbage: Vec::new(),
             expiries: Vec::new(),

@@ -320,7 +320,6 @@ impl Objects {
             parts,
             is_unnamed: false,
             is_recalled: false,
-            resume_by_ms: None,
             reports: Vec::new(),
         };
         (Box::new(record), metadata.into_iter().chain(fds.into_iter().flatten()).collect())

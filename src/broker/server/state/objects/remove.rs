@@ -1,4 +1,9 @@
-//! Removes names and versions.
+//! Removes names and versions, and lets names expire.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use nix::unistd::geteuid;
 
@@ -6,10 +11,13 @@ use super::{Name, Objects, Request, Version, event, token_reused};
 use crate::{
     broker::{
         manifest::{self, Completed, Deleted, Manifest},
-        server::{admit::Resource, state::caller::Caller},
+        server::{
+            admit::Resource,
+            state::caller::{Caller, ConnectionId},
+        },
     },
     error::BrokerError,
-    wire::broker::{EventKind, Maker, Published, Token},
+    wire::broker::{EventKind, Lifetime, Maker, Published, Token},
 };
 
 impl Objects {
@@ -86,11 +94,7 @@ impl Objects {
         if !version.record.is_unnamed
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
-            if entry.keeps(version.record.version) {
-                return;
-            }
-            if is_awaited {
-                self.limit_resume(key);
+            if entry.keeps(version.record.version) || is_awaited {
                 return;
             }
             entry.forget(version.record.version, key);
@@ -102,11 +106,7 @@ impl Objects {
     /// Drops a version without a name and leases. Returns whether it did.
     pub(super) fn drop_if_unused(&mut self, key: u64) -> bool {
         let is_used = |version: &Version| !version.record.is_unnamed || version.leases > 0;
-        if self.versions.get(&key).is_none_or(is_used) {
-            return false;
-        }
-        if self.is_awaited(key) {
-            self.limit_resume(key);
+        if self.versions.get(&key).is_none_or(is_used) || self.is_awaited(key) {
             return false;
         }
         let Some(Version { record, fds, .. }) = self.versions.remove(&key) else { return false };
@@ -128,5 +128,52 @@ impl Objects {
         let put = Completed { name, published: Published { version, id }, requests };
         self.note_done(key, Manifest::Completed(put));
         true
+    }
+}
+
+impl Objects {
+    /// Sets the connection that put the current version of a name, if it is still open.
+    pub(super) fn set_maker(&mut self, name: &str, maker: Option<ConnectionId>) {
+        let Some((name, _)) = self.names.get_key_value(name) else { return };
+        let name = Arc::clone(name);
+        let Some(entry) = self.names.get_mut(&name) else { return };
+        let depends = matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased);
+        if let Some(before) = std::mem::replace(&mut entry.maker, maker) {
+            self.makers.remove(&(before, Arc::clone(&name)));
+        }
+        self.makers.extend(maker.filter(|_| depends).map(|maker| (maker, name)));
+    }
+
+    /// Schedules the next check of a name, or none if it can't expire.
+    pub(crate) fn note_expiry(&mut self, name: &str) {
+        // Everything is checked when the clients of the previous server have had their time.
+        if self.awaits_clients() {
+            return;
+        }
+        let expires_at = self.names.get(name).and_then(Name::expires_at);
+        self.expiries.push((name.into(), expires_at));
+    }
+
+    /// Removes a name if its lifetime is over.
+    pub(crate) fn expire(&mut self, name: &str) {
+        match self.names.get(name).and_then(Name::expires_at) {
+            Some(at) if at > self.now.at => self.note_expiry(name),
+            // The put's end checks the name again.
+            Some(_) if !self.is_pending(name) => self.remove_unasked(name, "expired"),
+            _ => {}
+        }
+    }
+}
+
+impl Name {
+    /// When its lifetime is over, unless it is used until then. `None` if only a change of its users can end it.
+    fn expires_at(&self) -> Option<Instant> {
+        let (has_left, is_free) = (self.maker.is_none(), self.leases == 0);
+        match self.lifetime {
+            Lifetime::Idle { ms } if is_free => self.idle_since.checked_add(Duration::from_millis(ms)),
+            Lifetime::Maker if has_left => Some(self.idle_since),
+            Lifetime::Leased if has_left && is_free => Some(self.idle_since),
+            _ => None,
+        }
     }
 }
