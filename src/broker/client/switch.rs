@@ -392,19 +392,16 @@ fn mismatches(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
 }
 
 /// The parts of `new` whose memory exceeds the reserved addresses of `old`.
-fn exceeds(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
-    let pieces = pairs(old, new).flat_map(|(part, next)| {
-        part.pieces.iter().zip(&next.pieces).map(|(piece, other)| (part.name, *piece, *other))
-    });
-    let too_large = pieces.filter(|(_, piece, other)| other.room > piece.room);
-    too_large
-        .map(|(name, piece, other)| {
+fn exceeds<'a>(old: &'a [Shape<'a>], new: &'a [Shape<'a>]) -> impl Iterator<Item = String> {
+    pairs(old, new)
+        .flat_map(|(part, next)| part.pieces.iter().zip(&next.pieces).map(|pieces| (part.name, pieces)))
+        .filter(|(_, (piece, other))| other.room > piece.room)
+        .map(|(name, (piece, other))| {
             format!(
                 "part `{name}` has {} bytes of memory where {} bytes of addresses are reserved",
                 other.room, piece.room
             )
         })
-        .collect()
 }
 
 /// The parts that exist in both.

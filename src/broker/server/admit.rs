@@ -436,25 +436,4 @@ mod tests {
         assert!(refusal(&mut users, 0, Resource::Objects, 2).is_some());
         assert_eq!(refusal(&mut users, USER_UID, Resource::Leases, 400_000), None);
     }
-
-    #[test]
-    fn share_does_not_depend_on_others() {
-        let mut users = Users::new(Limits::new(Quota::default(), Quota::default(), SPARE + 400));
-        for uid in 1..=4 {
-            assert_eq!(refusal(&mut users, uid, Resource::Descriptors, 99), None);
-            assert_eq!(refusal(&mut users, uid, Resource::Connections, 1), None);
-            let refusal = refusal(&mut users, uid, Resource::Connections, 1).unwrap();
-            let want = format!("uid {uid} has 100 descriptors and asks for 1 more, but its quota is 100: ");
-            assert!(refusal.starts_with(&want), "{refusal}");
-        }
-        let full = refusal(&mut users, 0, Resource::Connections, 1).unwrap();
-        assert!(
-            full.starts_with("all users have 400 descriptors and uid 0 asks for 1 more, but the limit is 400: "),
-            "{full}"
-        );
-        assert!(!users.is_full());
-        users.sub(1, Resource::Connections, 1);
-        assert_eq!(refusal(&mut users, 0, Resource::Connections, 1), None);
-        assert_eq!(users.total(Resource::Descriptors), 400);
-    }
 }

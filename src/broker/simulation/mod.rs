@@ -219,20 +219,6 @@ fn simulation_finds_no_violation() {
     eprintln!("{} schedules in {:?}", next.load(Ordering::Relaxed), start.elapsed());
 }
 
-/// The keeper has a twin before the server of an upgrade exits.
-#[test]
-fn keeper_killed_in_upgrade_loses_nothing() {
-    let mut world = World::new(None);
-    let put = Put { name: 0, memory: 0, kind: New };
-    for step in
-        [Ask(0, put), Exchange(0), Upgrade, Sync, Sync, Sync, Sync, Sync, Sync, Sync, Sync, KillKeeper, StartServer]
-    {
-        world.step(step).unwrap();
-    }
-    TOKENS.set(None);
-    assert_eq!(world.oracle.losses, 0);
-}
-
 #[test]
 fn simulation_finds_each_flaw() {
     let missed = |flaw: &Flaw| {

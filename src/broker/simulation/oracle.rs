@@ -91,8 +91,6 @@ pub(super) struct Oracle {
     makers: BTreeMap<String, Option<ConnectionId>>,
     pub(super) closed: BTreeSet<ConnectionId>,
     last_event: u64,
-    /// How many versions were lost because server and keeper both died.
-    pub(super) losses: usize,
     /// The numbers of versions that were published and replaced before the next check, by name and id.
     replaced: HashMap<(String, String), u64>,
     pub(super) keeper_of_dead: Option<u64>,

@@ -69,7 +69,7 @@ pub(crate) fn disconnected(state: &mut State, id: ConnectionId) {
     }
     state.objects.connection_closed(id, uid);
     state.objects.clean_up_closed();
-    get::end_claims(state, id);
+    get::end_claims(state, id, None);
 }
 
 /// How long an upload is extended if the event loop does not read from its user.

@@ -117,14 +117,9 @@ fn wake(state: &mut State, name: &str) {
     }
 }
 
-fn end_claim(state: &mut State, id: ConnectionId, token: Token) {
-    if let Some(name) = state.claims.end(state.objects.users(), id, token) {
-        wake(state, &name);
-    }
-}
-
-pub(crate) fn end_claims(state: &mut State, id: ConnectionId) {
-    for name in state.claims.release_connection(state.objects.users(), id) {
+/// Ends a claim of a client, or all of its claims.
+pub(crate) fn end_claims(state: &mut State, id: ConnectionId, token: Option<Token>) {
+    for name in state.claims.end(state.objects.users(), id, token) {
         wake(state, &name);
     }
 }
@@ -206,7 +201,7 @@ pub(crate) fn release(state: &mut State, id: ConnectionId, token: Token) {
     } else if state.objects.holder(token) == Some(id) {
         state.objects.end_lease(token);
     } else {
-        end_claim(state, id, token);
+        end_claims(state, id, Some(token));
     }
 }
 

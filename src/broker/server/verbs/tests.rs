@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     broker::{
-        keeper::{Entry, Source, Store},
+        keeper::Store,
         server::{
             admit::Limits,
             state::{
@@ -42,8 +42,6 @@ const USER_UID: u32 = 34_560;
 struct Fixture {
     state: State,
     last: u64,
-    limits: Limits,
-    now: Time,
 }
 
 impl Fixture {
@@ -53,22 +51,8 @@ impl Fixture {
 
     fn with(quota: Quota, files: usize) -> Self {
         let limits = Limits::new(quota, Quota::default(), files);
-        let now = Time::now();
-        let objects = Objects::restore(now, limits, Store::default(), BTreeMap::new());
-        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16, limits, now }
-    }
-
-    /// Another server takes over the entries, so many milliseconds later. Connections are lost.
-    fn restart(&mut self, after_ms: u64) {
-        let old = &self.state.objects;
-        let entry = |key: &u64| {
-            let fds = old.descriptors(*key).unwrap().iter().map(|fd| fd.try_clone().unwrap()).collect();
-            (*key, Entry { manifest: old.manifest(*key).unwrap().0, fds })
-        };
-        let entries = old.copy().versions.keys().map(entry).collect();
-        self.now.ms += after_ms;
-        let objects = Objects::restore(self.now, self.limits, Store::default(), entries);
-        self.state = State::new(objects, Duration::from_secs(30), false);
+        let objects = Objects::restore(Time::now(), limits, Store::default(), BTreeMap::new());
+        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
     }
 
     /// Connects a client that has sent its hello.
@@ -408,22 +392,4 @@ fn early_release_ends_connection() {
     let (token, _) = Seen(std::mem::take(&mut test.state.effects).0.into()).lease(reader);
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
-}
-
-#[test]
-fn resumed_lease_keeps_version_through_restarts() {
-    let mut test = Fixture::new();
-    let (maker, reader) = (test.client(), test.client());
-    let Published { id, .. } = test.put(maker, "a", "").published(maker);
-    let (token, _) = test.get(reader, "a", "").lease(reader);
-    for _ in 0..5 {
-        test.restart(4000);
-        let (maker, reader) = (test.client(), test.client());
-        // Replaced before the reader is back.
-        test.put(maker, "a", r#", "replace": true"#).published(maker);
-        let lease = json!({ "token": token, "id": id, "size": 1 });
-        let resume = json!({ "leases": [lease] });
-        let seen = test.ask(reader, Message::Resume(serde_json::from_value(resume).unwrap()));
-        assert!(matches!(seen.message(reader), Message::Resumed(resumed) if resumed.lost.is_empty()));
-    }
 }

@@ -108,9 +108,7 @@ impl Oracle {
             if !version.named || now.is_some_and(|now| now.named) {
                 continue;
             }
-            if restart == Some(Restart::Part) {
-                self.losses += 1;
-            } else if !self.may_remove(version, audit) {
+            if restart != Some(Restart::Part) && !self.may_remove(version, audit) {
                 return Err(format!("{what} is gone"));
             }
             if restart.is_none() {
@@ -129,7 +127,7 @@ impl Oracle {
     }
 
     fn forget_everything(&mut self) {
-        (self.losses, self.last_event) = (self.losses + self.versions.len(), 0);
+        self.last_event = 0;
         self.versions.clear();
         self.leases.clear();
         self.makers.clear();

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use super::{Objects, Version, event, events::Seen};
+use super::{Objects, Version, event, events::Seen, readers::Rights};
 use crate::{
     broker::server::{
         admit::Resource,
@@ -53,7 +53,8 @@ impl Objects {
         if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| !version.record.is_unnamed) {
             name.leases += 1;
         }
-        self.readers.add_lease(&version.record, caller.uid, self.last_lease, token);
+        let rights = Rights::of(version.record.owner, version.record.mode, Some(caller.uid));
+        self.lease_readers.add(rights, (self.last_lease, token));
         let (reader, since_ms) = (caller.describe(), self.now.ms);
         let held = Held { number: self.last_lease, key, reader, since_ms, size, holder: caller.connection };
         self.leases.insert(token, held);
@@ -99,7 +100,8 @@ impl Objects {
         self.holders.remove(&(held.holder, token));
         self.users.sub(held.reader.uid, Resource::Leases, 1);
         let version = self.versions.get_mut(&held.key)?;
-        self.readers.remove_lease(&version.record, held.reader.uid, held.number);
+        let rights = Rights::of(version.record.owner, version.record.mode, Some(held.reader.uid));
+        self.lease_readers.remove(rights, &(held.number, token));
         version.leases -= 1;
         // The recall is complete: it does not concern later leases.
         if version.leases == 0 && std::mem::take(&mut version.record.is_recalled) {

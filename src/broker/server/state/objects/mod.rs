@@ -75,7 +75,9 @@ pub(crate) struct Objects {
     holders: BTreeSet<(ConnectionId, Token)>,
     /// The names of each connection whose lifetimes depend on it.
     makers: BTreeSet<(ConnectionId, Arc<str>)>,
-    readers: Readers,
+    name_readers: Readers<Arc<str>>,
+    /// The leases by number.
+    lease_readers: Readers<(u64, Token)>,
     /// Closed connections that still have leases or names to clean up, and the users whose connection counts include them.
     closed_connections: VecDeque<(ConnectionId, u32)>,
     /// Remaining budget of this turn.
@@ -168,7 +170,8 @@ impl Objects {
             leases: BTreeMap::new(),
             holders: BTreeSet::new(),
             makers: BTreeSet::new(),
-            readers: Readers::default(),
+            name_readers: Readers::default(),
+            lease_readers: Readers::default(),
             closed_connections: VecDeque::new(),
             cleanup_budget: CLEANUPS_PER_TURN,
             users: Users::new(limits),

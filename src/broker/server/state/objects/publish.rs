@@ -8,7 +8,7 @@ use std::{
 
 use uuid::Builder;
 
-use super::{Name, Objects, Request, Version, event, token_reused};
+use super::{Name, Objects, Request, Version, event, readers::Rights, token_reused};
 use crate::{
     broker::{
         manifest::{self, fds_of},
@@ -366,7 +366,7 @@ impl Objects {
         let manifest::Version { owner, mode, lifetime, keep, .. } = *record;
         if !self.names.contains_key(record.name.as_str()) {
             let name: Arc<str> = record.name.as_str().into();
-            self.readers.add_name(Arc::clone(&name), owner, mode);
+            self.name_readers.add(Rights::of(owner, mode, None), Arc::clone(&name));
             let new = Name {
                 owner,
                 mode,

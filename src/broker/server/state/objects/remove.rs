@@ -7,7 +7,7 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use super::{Name, Objects, Request, Version, event, token_reused};
+use super::{Name, Objects, Request, Version, event, readers::Rights, token_reused};
 use crate::{
     broker::{
         manifest::{self, Completed, Deleted, Manifest},
@@ -67,7 +67,7 @@ impl Objects {
     pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
         self.set_maker(name, None);
         let gone = self.names.remove(name)?;
-        self.readers.remove_name(name, gone.owner, gone.mode);
+        self.name_readers.remove(Rights::of(gone.owner, gone.mode, None), name);
         self.expiries.push((name.into(), None));
         self.users.sub(gone.owner.uid, Resource::Objects, 1);
         self.users.sub(gone.owner.uid, Resource::Kept, gone.kept);

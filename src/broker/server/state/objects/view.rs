@@ -15,7 +15,8 @@ use crate::{
     wire::{
         Memory,
         broker::{
-            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, Stat, Summary, UserTotal, VersionInfo, Who,
+            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, Stat, Summary, Token, UserTotal,
+            VersionInfo, Who,
         },
     },
 };
@@ -85,7 +86,7 @@ impl Objects {
             _ => Bound::Included(prefix.as_str()),
         };
         let (mut objects, mut length) = (Vec::new(), 0);
-        let names = self.readers.names(caller, from);
+        let names = self.name_readers.from(caller, from).map(|name| &**name);
         for name in names.take_while(|name| name.starts_with(prefix.as_str())) {
             let Some(entry) = self.names.get(name) else { continue };
             let summary = self.summary(entry, self.current(entry));
@@ -164,8 +165,9 @@ impl Objects {
             })
         };
         let (mut leases, mut length) = (Vec::new(), 0);
-        let from = who.after.map_or(0, |after| after.saturating_add(1));
-        for (scanned, (number, token)) in self.readers.leases(caller, from).enumerate() {
+        let from = (who.after.map_or(0, |after| after.saturating_add(1)), Token([0; 16]));
+        let visible = self.lease_readers.from(caller, Bound::Included(&from));
+        for (scanned, &(number, token)) in visible.enumerate() {
             let Some(held) = self.leases.get(&token) else { continue };
             let Some(version) = self.versions.get(&held.key) else { continue };
             let record = &version.record;
