@@ -72,7 +72,7 @@ fn default_log_is_brief() {
     until(|| lines_with("reactor: serving ") == 3 && lines_with(&crashed) > 0);
     let log = served.log();
     let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-    assert_eq!((count("reply: refused "), count("its quota is 0")), (1, 1), "{log}");
+    assert_eq!((count("dispatch: refused "), count("its quota is 0")), (1, 1), "{log}");
     let uid = nix::unistd::geteuid();
     let again = format!("repeated in the last minute: a request refused because of a quota uid={uid} count=49");
     assert_eq!(count(&again), 1, "{log}");

@@ -64,7 +64,7 @@ pub(super) struct Connection {
     /// Whether an answer is due that nobody waits for. The socket still holds the leases, until a reconnect has moved them.
     abandoned: AtomicBool,
     /// The sockets that hold the leases while a reconnect moves them.
-    former: Mutex<Vec<(ClosedInForks, OwnedFd)>>,
+    pub(super) former: Mutex<Vec<(ClosedInForks, OwnedFd)>>,
     /// The waits on this connection and on the connections that belong to it.
     pub(super) waits: Arc<Waits>,
     /// Wakes the background thread. Unset before the first lease, or if no thread could be started.
@@ -265,10 +265,6 @@ impl Connection {
         Ok(())
     }
 
-    pub(super) fn has_former(&self) -> bool {
-        !lock(&self.former).is_empty()
-    }
-
     /// Closes the former sockets: their leases have moved.
     pub(super) fn moved(&self) {
         self.abandoned.store(false, Ordering::Release);
@@ -351,7 +347,7 @@ impl Connection {
 
     /// Whether the broker counts the lease, as far as this process knows.
     pub(super) fn counts(&self, held: &OwnLease) -> bool {
-        self.is_own() && self.connected.load(Ordering::Acquire) && held.is_counted()
+        self.is_own() && self.connected.load(Ordering::Acquire) && held.counted.load(Ordering::Acquire)
     }
 
     pub(super) fn wake_watcher(&self) {

@@ -63,7 +63,7 @@ pub(super) struct OwnLease {
     /// The parts to restore the version, if this process got all of it.
     restore: Option<Vec<RestorePart>>,
     /// Whether the broker counts the lease, as far as this process knows.
-    counted: AtomicBool,
+    pub(super) counted: AtomicBool,
     pub(super) recall: Mutex<RecallState>,
 }
 
@@ -74,10 +74,6 @@ impl OwnLease {
 
     pub(super) fn resumption(&self) -> ResumedLease {
         ResumedLease { token: self.token, id: self.header.id.clone(), size: self.size }
-    }
-
-    pub(super) fn is_counted(&self) -> bool {
-        self.counted.load(Ordering::Acquire)
     }
 
     /// Sets whether the lease is counted. Returns the previous value.

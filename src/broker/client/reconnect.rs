@@ -115,7 +115,7 @@ impl Connection {
         let mut notices: Vec<Notice> = Vec::new();
         let mut gone: Vec<Arc<OwnLease>> = Vec::new();
         // A move from the former socket, which the broker counted, is no restoration.
-        let moved = self.has_former();
+        let moved = !lock(&self.former).is_empty();
         for held in taken {
             if !held.set_counted(true) || !moved {
                 notices.push(Notice::restored(&held, false));

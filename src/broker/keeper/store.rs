@@ -57,15 +57,15 @@ pub(in crate::broker) enum Flushed {
 #[derive(Debug, Default)]
 pub(in crate::broker) struct Store {
     /// Without a keeper, everything counts as held.
-    has_keeper: bool,
+    pub(in crate::broker) has_keeper: bool,
     connection: Option<OwnedFd>,
     /// Whether the keeper accepted this connection.
-    greeted: bool,
-    /// Whether the keeper announced its exit, and whether any keeper died unannounced.
-    keeper_stops: bool,
-    keeper_crashed: bool,
-    /// Whether the keeper that announced its exit has no successor yet.
-    needs_successor: bool,
+    pub(in crate::broker) greeted: bool,
+    /// Whether the keeper announced its exit, and whether a keeper died unannounced since this was last logged.
+    pub(in crate::broker) keeper_stops: bool,
+    pub(in crate::broker) keeper_crashed: bool,
+    /// Whether the keeper that announced its exit needs a successor, which was not started yet.
+    pub(in crate::broker) needs_successor: bool,
     /// The most descriptors that the keeper may hold, and how many it holds.
     allowed: usize,
     used: usize,
@@ -74,7 +74,7 @@ pub(in crate::broker) struct Store {
     sending: Option<Sending>,
     /// How many items were ever queued and sent, and how many this keeper has read.
     queued: u64,
-    sent: u64,
+    pub(in crate::broker) sent: u64,
     confirmed: u64,
     /// The sync after which this keeper has everything; `u64::MAX` before it is queued.
     complete: u64,
@@ -86,10 +86,6 @@ impl Store {
     /// A store on a connection after the handover; `None` if the keeper has died since.
     pub(super) fn over(connection: Option<OwnedFd>, allowed: usize) -> Self {
         Self { has_keeper: true, greeted: connection.is_some(), connection, allowed, ..Self::default() }
-    }
-
-    pub(in crate::broker) fn has_keeper(&self) -> bool {
-        self.has_keeper
     }
 
     pub(in crate::broker) fn connection(&self) -> Option<BorrowedFd<'_>> {
@@ -206,31 +202,6 @@ impl Store {
     /// Whether messages wait to be sent.
     pub(in crate::broker) fn has_queued(&self) -> bool {
         !self.queue.is_empty()
-    }
-
-    /// How many items have been sent.
-    pub(in crate::broker) fn sent(&self) -> u64 {
-        self.sent
-    }
-
-    /// Whether the keeper has accepted the connection.
-    pub(in crate::broker) fn is_greeted(&self) -> bool {
-        self.greeted
-    }
-
-    /// Whether this keeper announced its exit.
-    pub(in crate::broker) fn keeper_stops(&self) -> bool {
-        self.keeper_stops
-    }
-
-    /// Whether this keeper announced since the last call that it exits, and that there is no other.
-    pub(in crate::broker) fn take_succession(&mut self) -> bool {
-        std::mem::take(&mut self.needs_successor)
-    }
-
-    /// Whether a keeper has crashed since the last call.
-    pub(in crate::broker) fn take_crash(&mut self) -> bool {
-        std::mem::take(&mut self.keeper_crashed)
     }
 
     /// Whether the keeper has unread messages.

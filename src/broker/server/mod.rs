@@ -346,18 +346,18 @@ impl Server {
         cancel: &Cancel,
     ) -> Result<Self> {
         let devices = if config.hold_devices { devices::open() } else { Ok(Vec::new()) };
-        let devices = devices.or_else(|error| match objects.events().restarts() {
+        let devices = devices.or_else(|error| match objects.events.restarts() {
             0 => Err(error),
             // A failing option must not withhold existing objects from clients.
             _ => {
                 tracing::error!(error = error.in_full(), "cannot hold all devices open");
-                Ok(objects.events().identity().devices.iter().copied().zip(nodes).collect())
+                Ok(objects.events.identity.devices.iter().copied().zip(nodes).collect())
             }
         })?;
         let socket = listener.as_fd().try_clone_to_owned().map_err(duplication_failed)?;
         objects.hold_own(socket, devices);
-        objects.store_mut().complete();
-        objects.store_mut().serving();
+        objects.store.complete();
+        objects.store.serving();
         let path = listener.path().to_owned();
         let mut state = State::new(objects, config.timeout, config.emulated);
         state.changes.reserves_names = reserves_names;

@@ -54,7 +54,7 @@ impl World {
             (*key, version.parts.iter().map(of).collect::<Memory>())
         });
         let memory = memory.collect::<BTreeMap<u64, Memory>>();
-        self.oracle.check_versions(&audit, &memory, objects.events())?;
+        self.oracle.check_versions(&audit, &memory, &objects.events)?;
         self.check_quotas()?;
         if self.is_dying {
             return Ok(());
@@ -192,7 +192,7 @@ impl World {
             require(pending.request == Request::Watch, || {
                 format!("client {client} gets no answer to {:?}", pending.request)
             })?;
-            let last = self.server.as_ref().map(|server| server.state.objects.events().last_event());
+            let last = self.server.as_ref().map(|server| server.state.objects.events.last_event());
             require(self.clients[client].seen == last, || {
                 format!("client {client} has seen the events up to {:?} of {last:?}", self.clients[client].seen)
             })?;
@@ -249,7 +249,7 @@ impl World {
         let Some(server) = &mut self.server else { return Ok(()) };
         let left = server.state.objects.total().versions;
         require(left == 0, || format!("{left} versions are left without names"))?;
-        require(server.state.objects.users().totals(None, 1 << 16).is_empty(), || "a user is left".to_owned())?;
+        require(server.state.objects.users.totals(None, 1 << 16).is_empty(), || "a user is left".to_owned())?;
         for _ in 0..8 {
             self.keeper_reads();
             self.handle_keeper_event();

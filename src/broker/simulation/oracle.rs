@@ -361,7 +361,7 @@ fn is_near_quota(state: &State) -> bool {
 
 /// Whether the last event of a name is its deletion, at this moment. Waiting changes of a name begin together, and are then answered.
 fn was_just_deleted(state: &State, name: &str) -> bool {
-    let (_, events) = state.objects.events().events_after(0);
+    let (_, events) = state.objects.events.events_after(0);
     let last = events.filter(|seen| seen.event.name == name).last();
     last.is_some_and(|seen| seen.event.kind == EventKind::Deleted && seen.event.at_ms == state.objects.now.ms)
 }

@@ -187,7 +187,7 @@ impl World {
         }
         server.deadlines.remove(&id);
         if let Some(uid) = server.state.caller(id).map(|caller| caller.uid) {
-            server.state.objects.users().sub(uid, Resource::Connections, 1);
+            server.state.objects.users.sub(uid, Resource::Connections, 1);
         }
         self.oracle.closed.insert(id);
         self.with(|state| connection::disconnected(state, id));
@@ -196,11 +196,11 @@ impl World {
     /// The event loop's background work.
     pub(super) fn turn(&mut self) {
         let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
-        let expiries = server.state.objects.take_expiries();
+        let expiries = std::mem::take(&mut server.state.objects.expiries);
         if self.flaw != Some(Flaw::ExpiriesLost) {
             server.expiries.extend(expiries.into_iter().filter_map(|(name, at)| Some((at?, name))));
         }
-        drop(server.state.objects.take_garbage());
+        server.state.objects.garbage.clear();
         self.with(|state| {
             state.objects.clean_up_closed();
             state.objects.begin_turn();
@@ -293,7 +293,7 @@ impl World {
     fn sync_store(&mut self) {
         loop {
             let Some(server) = self.server.as_mut().filter(|_| !self.is_dying) else { return };
-            server.state.objects.store_mut().read();
+            server.state.objects.store.read();
             let flushed = server.state.objects.flush_store();
             server.is_flushed = flushed == Flushed::All;
             if flushed == Flushed::Gone {
@@ -306,7 +306,7 @@ impl World {
             }
         }
         let is_handed_over =
-            |server: &Server| server.shutdown.is_some_and(|mark| server.state.objects.store().is_confirmed(mark));
+            |server: &Server| server.shutdown.is_some_and(|mark| server.state.objects.store.is_confirmed(mark));
         self.is_dying |= self.server.as_ref().is_some_and(is_handed_over);
     }
 
@@ -316,18 +316,18 @@ impl World {
         let Some(server) = &mut self.server else { return };
         let state = &mut server.state;
         let Some(keeper) = self.keeper.as_mut().filter(|keeper| !keeper.has_server()) else {
-            return state.objects.store_mut().disconnect();
+            return state.objects.store.disconnect();
         };
-        keeper.accept_server(state.objects.store_mut()).unwrap();
+        keeper.accept_server(&mut state.objects.store).unwrap();
         if flaw != Some(Flaw::EntriesNotResent) {
             state.objects.resend();
         }
         if flaw != Some(Flaw::CompleteNotSent) {
-            state.objects.store_mut().complete();
+            state.objects.store.complete();
         }
-        state.objects.store_mut().serving();
+        state.objects.store.serving();
         if server.shutdown.is_some() {
-            server.shutdown = Some(state.objects.store_mut().sync());
+            server.shutdown = Some(state.objects.store.sync());
         }
         server.keeper = keepers;
         state.objects.flush_store();
@@ -335,7 +335,7 @@ impl World {
 
     pub(super) fn upgrade(&mut self) {
         if let Some(server) = self.server.as_mut().filter(|server| server.shutdown.is_none()) {
-            server.shutdown = Some(server.state.objects.store_mut().sync());
+            server.shutdown = Some(server.state.objects.store.sync());
         }
     }
 
@@ -343,7 +343,7 @@ impl World {
     pub(super) fn end_server(&mut self) {
         let Some(server) = self.server.take() else { return };
         // A fork of another test may hold a copy of the socket, and the keeper would see no end.
-        if let Some(socket) = server.state.objects.store().connection() {
+        if let Some(socket) = server.state.objects.store.connection() {
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
         }
         drop(server.state);
@@ -380,9 +380,9 @@ impl World {
         let limits = Limits::new(quota, Quota::unlimited(), 100_000);
         let mut objects = Objects::restore(self.now, limits, taken.store, taken.inherited);
         objects.hold_own(File::open("/dev/null").unwrap().into(), Vec::new());
-        objects.store_mut().complete();
-        objects.store_mut().serving();
-        let is_restarted = objects.events().restarts() > 0;
+        objects.store.complete();
+        objects.store.serving();
+        let is_restarted = objects.events.restarts() > 0;
         self.is_changed = true;
         self.oracle.server_started(self.keepers, taken.whole, !is_restarted);
         let limit = TimeLimits::default().resume;

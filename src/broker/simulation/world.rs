@@ -145,7 +145,7 @@ impl World {
             Step::KillServerAfter(effects) => self.fuse = self.server.as_ref().map(|_| effects),
             Step::Clog => {
                 if let Some(server) = &self.server {
-                    KeeperProcess::clog(server.state.objects.store());
+                    KeeperProcess::clog(&server.state.objects.store);
                 }
             }
             Step::Upgrade => self.upgrade(),

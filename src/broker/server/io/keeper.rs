@@ -88,12 +88,12 @@ impl Reactor {
     pub(super) fn flush_keeper(&mut self) {
         let exited = std::mem::take(&mut self.keeper.exited);
         if std::mem::take(&mut self.keeper.readable) || exited {
-            self.state.objects.store_mut().read();
+            self.state.objects.store.read();
         }
         if exited {
-            self.state.objects.store_mut().disconnect();
+            self.state.objects.store.disconnect();
         }
-        if self.state.objects.store_mut().take_succession() {
+        if std::mem::take(&mut self.state.objects.store.needs_successor) {
             self.start_successor();
         }
         match self.state.objects.flush_store() {
@@ -111,7 +111,7 @@ impl Reactor {
             registry.register(&mut SourceFd(&pidfd.as_raw_fd()), KEEPER, Interest::READABLE)?;
         }
         let interest = Interest::READABLE | Interest::WRITABLE;
-        match self.state.objects.store().connection() {
+        match self.state.objects.store.connection() {
             Some(fd) => registry.register(&mut SourceFd(&fd.as_raw_fd()), STORE, interest),
             None => Ok(()),
         }
@@ -141,7 +141,7 @@ impl Reactor {
             return self.timers.set_by(EXIT_GRACE, Timer::Store);
         }
         self.keeper.closed_since = None;
-        let has_closed = runs && !self.state.objects.store().keeper_stops();
+        let has_closed = runs && !self.state.objects.store.keeper_stops;
         // A keeper that lived long is replaced at once, the next after a delay. A keeper that is still alive has closed the connection
         // itself and would soon do so again.
         let lived = now.saturating_duration_since(next_attempt);
@@ -153,7 +153,7 @@ impl Reactor {
         };
         self.keeper.next_attempt = Some(now + self.keeper.delay);
         if has_closed {
-            let allowed = self.state.objects.store().room().1;
+            let allowed = self.state.objects.store.room().1;
             if self.state.repeats.should_log(geteuid().as_raw(), "the keeper has closed the connection") {
                 tracing::warn!(
                     allowed,
@@ -161,7 +161,7 @@ impl Reactor {
                 );
             }
             // A keeper that closes the connection has not crashed.
-            self.state.objects.store_mut().take_crash();
+            std::mem::take(&mut self.state.objects.store.keeper_crashed);
         }
         self.note_crash();
         match self.reconnect_keeper() {
@@ -176,7 +176,7 @@ impl Reactor {
                 if self.state.repeats.should_log(geteuid().as_raw(), "no keeper can be reached") {
                     tracing::error!(%error, "no keeper can be reached: puts wait, and all memory is freed if this process dies now");
                 }
-                self.state.objects.store_mut().disconnect();
+                self.state.objects.store.disconnect();
                 self.timers.set_by(self.keeper.delay, Timer::Store);
             }
         }
@@ -184,7 +184,7 @@ impl Reactor {
 
     /// Logs a keeper's crash.
     fn note_crash(&mut self) {
-        if self.state.objects.store_mut().take_crash() {
+        if std::mem::take(&mut self.state.objects.store.keeper_crashed) {
             tracing::warn!(pid = self.keeper.pid(), "the keeper crashed");
         }
     }
@@ -196,11 +196,11 @@ impl Reactor {
         let pid = process.pid;
         let keeper = &mut self.keeper;
         (keeper.process, keeper.confirmation, keeper.read, keeper.exited) = (Some(process), None, 0, false);
-        self.state.objects.store_mut().start_over(socket)?;
+        self.state.objects.store.start_over(socket)?;
         self.register_keeper()?;
         self.state.objects.resend();
-        self.state.objects.store_mut().complete();
-        self.state.objects.store_mut().serving();
+        self.state.objects.store.complete();
+        self.state.objects.store.serving();
         if self.keeper.leave_mark.is_some() {
             self.announce_leave();
         }
@@ -216,28 +216,28 @@ impl Reactor {
     }
 
     fn check_keeper_later(&mut self) {
-        let store = self.state.objects.store();
+        let store = &self.state.objects.store;
         // A long entry is queued until its last record is sent.
-        if store.connection().is_some() && (store.sent() != self.keeper.read || store.has_queued()) {
+        if store.connection().is_some() && (store.sent != self.keeper.read || store.has_queued()) {
             self.timers.set_by(self.limits.silence / 5, Timer::Keeper);
         }
     }
 
     /// Checks whether the keeper reads its messages. Replaces a keeper that does not, as it may be stopped.
     pub(super) fn check_keeper(&mut self) {
-        let store = self.state.objects.store();
+        let store = &self.state.objects.store;
         match self.keeper.confirmation {
-            _ if store.is_greeted() && !store.is_unread() => {
-                (self.keeper.confirmation, self.keeper.read) = (None, store.sent());
+            _ if store.greeted && !store.is_unread() => {
+                (self.keeper.confirmation, self.keeper.read) = (None, store.sent);
             }
             Some((mark, _)) if store.is_confirmed(mark) => self.keeper.confirmation = None,
             None => {
-                self.keeper.confirmation = Some((self.state.objects.store_mut().sync(), Instant::now()));
+                self.keeper.confirmation = Some((self.state.objects.store.sync(), Instant::now()));
             }
             Some((_, since)) if since.elapsed() > self.limits.silence => {
                 let silence = self.limits.silence;
                 tracing::error!("the keeper has read nothing for {silence:?}: killing and replacing it");
-                self.state.objects.store_mut().disconnect();
+                self.state.objects.store.disconnect();
                 self.note_crash();
                 self.kill_keeper();
             }
@@ -256,24 +256,24 @@ impl Reactor {
     fn announce_leave(&mut self) {
         // After SIGHUP, another server follows.
         let held = self.cancel.check().map_or_else(|_| summary(self.state.objects.total()), |()| String::new());
-        self.state.objects.store_mut().stopping(held);
-        self.keeper.leave_mark = Some(self.state.objects.store_mut().sync());
+        self.state.objects.store.stopping(held);
+        self.keeper.leave_mark = Some(self.state.objects.store.sync());
     }
 
     /// Whether another server can take over: a keeper has confirmed everything. Asks again if there was a change since.
     fn is_handed_over(&mut self) -> bool {
-        let store = self.state.objects.store();
+        let store = &self.state.objects.store;
         let Some(mark) = self.keeper.leave_mark.filter(|mark| store.is_confirmed(*mark)) else { return false };
         if store.is_last(mark) {
             return true;
         }
-        self.keeper.leave_mark = Some(self.state.objects.store_mut().sync());
+        self.keeper.leave_mark = Some(self.state.objects.store.sync());
         false
     }
 
     /// Whether clients must wait for the next server: each change would delay this server's exit.
     pub(super) fn is_leaving(&self) -> bool {
-        self.keeper.leave_mark.is_some() && self.state.objects.store().is_greeted()
+        self.keeper.leave_mark.is_some() && self.state.objects.store.greeted
     }
 
     /// Whether this server, which is asked to exit, ends its keeper too.
@@ -301,7 +301,7 @@ impl Reactor {
     pub(super) fn report_end(&mut self) {
         const FREED: &str = "the memory is freed, except where clients have it mapped";
         let held = summary(self.state.objects.total());
-        if !self.state.objects.store().has_keeper() {
+        if !self.state.objects.store.has_keeper {
             tracing::info!("stopping: {FREED}");
         } else if self.ends_keeper() {
             tracing::info!("stopping server and keeper: {FREED}");
@@ -317,7 +317,7 @@ impl Reactor {
 
     /// Makes the keeper exit, and kills it if it does not. Returns whether it has exited.
     fn end_keeper(&mut self, held: String) -> bool {
-        let store = self.state.objects.store_mut();
+        let store = &mut self.state.objects.store;
         if store.connection().is_none()
             && let Some((socket, process)) = self.keeper.link.as_mut().and_then(|link| link.connect_if_there())
         {
@@ -328,7 +328,7 @@ impl Reactor {
         store.exit(held);
         let deadline = Instant::now() + END_TIMEOUT;
         while Instant::now() < deadline {
-            self.state.objects.store_mut().read();
+            self.state.objects.store.read();
             self.state.objects.flush_store();
             if self.keeper.exits_within(IN_FLIGHT_RETRY) {
                 return true;

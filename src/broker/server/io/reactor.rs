@@ -104,7 +104,7 @@ impl Reactor {
             poll,
             cancel: cancel.clone(),
             admission,
-            connections: Connections::new(),
+            connections: Connections::default(),
             timers: Timers::default(),
             keeper,
             closing: Closer::new(Resource::Closing, MAX_THREADS.0, done.clone(), Arc::clone(&waker)),
@@ -139,7 +139,7 @@ impl Reactor {
             versions = total.versions,
             leases = total.leases,
             size = about(total.bytes),
-            restarts = self.state.objects.events().restarts(),
+            restarts = self.state.objects.events.restarts(),
             "serving"
         );
         let mut events = Events::with_capacity(1024);
@@ -188,7 +188,7 @@ impl Reactor {
     fn take_closed(&mut self) {
         for Closed { resource, uid, count } in self.closed.try_iter().collect::<Vec<_>>() {
             self.closer(resource).closed(uid);
-            let users = self.state.objects.users();
+            let users = &mut self.state.objects.users;
             users.sub(uid, resource, count);
             if users.has_room(uid, Resource::Closing, 0) {
                 self.connections.resume(uid);
@@ -214,7 +214,7 @@ impl Reactor {
 
     /// Sends queued messages to the keeper, and publishes confirmed versions.
     pub(super) fn sync_store(&mut self) {
-        if !self.state.objects.store().has_keeper() && self.state.changes.pending.is_empty() {
+        if !self.state.objects.store.has_keeper && self.state.changes.pending.is_empty() {
             return;
         }
         loop {
@@ -234,19 +234,19 @@ impl Reactor {
         // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
         self.report_end();
-        if !self.state.objects.store().has_keeper() {
-            for id in self.connections.ids() {
+        if !self.state.objects.store.has_keeper {
+            for id in self.connections.all.keys().copied().collect::<Vec<_>>() {
                 self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
             }
             return total;
         }
         // The next server takes over the leases, so their end is not logged.
         self.state.objects.flush_store();
-        for id in self.connections.ids() {
+        for id in self.connections.all.keys().copied().collect::<Vec<_>>() {
             self.send_error(id, ErrorCode::Interrupted, MESSAGE);
         }
         // Closing may block; the peers see the shutdown first.
-        for id in self.connections.ids() {
+        for id in self.connections.all.keys().copied().collect::<Vec<_>>() {
             let connection = self.connections.get(id);
             connection.into_iter().for_each(|connection| drop(connection.socket.shutdown(std::net::Shutdown::Both)));
         }
@@ -305,7 +305,7 @@ impl Reactor {
 
     fn poll_timeout(&self) -> Option<Duration> {
         let can_serve = !self.is_leaving();
-        if can_serve && (self.admission.acceptable || self.connections.any_listed()) || self.state.has_work() {
+        if can_serve && (self.admission.acceptable || !self.connections.readable.is_empty()) || self.state.has_work() {
             return Some(Duration::ZERO);
         }
         let left = self.timers.first()?.saturating_duration_since(Instant::now());
@@ -352,7 +352,7 @@ impl Reactor {
     }
 
     fn schedule_expiries(&mut self) {
-        for (name, at) in self.state.objects.take_expiries() {
+        for (name, at) in std::mem::take(&mut self.state.objects.expiries) {
             self.timers.set_or_cancel(at, Timer::Name(name));
         }
     }
@@ -369,7 +369,11 @@ impl Reactor {
         for id in self.connections.stuck(now, self.state.timeout) {
             self.disconnect_stalled(id);
         }
-        if self.connections.any_unread() || self.closing.lacks_threads() || self.blocking.lacks_threads() {
+        if !self.connections.unread.is_empty()
+            || !self.connections.lingering.is_empty()
+            || self.closing.lacks_threads()
+            || self.blocking.lacks_threads()
+        {
             self.sweep_later();
         }
     }

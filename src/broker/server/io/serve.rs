@@ -89,7 +89,7 @@ impl Reactor {
             }
         };
         let Caller { connection: id, uid, pid, .. } = caller;
-        let users = self.state.objects.users();
+        let users = &mut self.state.objects.users;
         let check = |resource| users.check(uid, resource, 1).map_err(|full| (uid, ErrorCode::Full, full.message));
         let allowed = self.admission.check(&caller).map_err(|message| (NOBODY, ErrorCode::Refused, message));
         let allowed = allowed.and_then(|()| check(Resource::Blocking)).and_then(|()| check(Resource::Connections));
@@ -107,7 +107,7 @@ impl Reactor {
             self.close_refused(socket, uid);
             return Err(Error::system("watch a connection", error));
         }
-        self.connections.insert(id, ClientConnection::new(socket, uid, pid));
+        self.connections.all.insert(id, ClientConnection::new(socket, uid, pid));
         self.with(|state| connection::connected(state, caller));
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Reactor {
     /// thread.
     fn check_room_to_receive(&mut self, id: ConnectionId) -> Result<(), String> {
         let Some(connection) = self.connections.get(id) else { return Ok(()) };
-        let users = self.state.objects.users();
+        let users = &mut self.state.objects.users;
         if !users.has_room(connection.uid, Resource::Blocking, 1) {
             users.check(connection.uid, Resource::Blocking, 1).map_err(|refusal| refusal.message)?;
         }
@@ -185,9 +185,9 @@ impl Reactor {
         self.close_garbage();
         let Some(connection) = self.connections.get(id) else { return false };
         let uid = connection.uid;
-        let waits = !self.state.objects.users().has_room(uid, Resource::Closing, 0) && has_descriptors(connection);
+        let waits = !self.state.objects.users.has_room(uid, Resource::Closing, 0) && has_descriptors(connection);
         if waits {
-            self.connections.suspend(id, uid);
+            self.connections.suspended.entry(uid).or_default().push(id);
         }
         waits
     }
@@ -225,7 +225,7 @@ impl Reactor {
 
     fn message(&mut self, id: ConnectionId, uid: u32, message: Message, fds: Vec<OwnedFd>) {
         // The kernel counts unread descriptors for this process.
-        let users = self.state.objects.users();
+        let users = &mut self.state.objects.users;
         let connection = self.connections.get_mut(id).filter(|_| wants_descriptors(&message));
         if connection.is_some_and(|connection| connection.has_unread_descriptors(users)) {
             self.close_fds(uid, fds);
@@ -276,7 +276,7 @@ impl Reactor {
     pub(super) fn flush_queue(&mut self, id: ConnectionId) {
         self.dispatch(id);
         let Some(connection) = self.connections.get_mut(id) else { return };
-        let users = self.state.objects.users();
+        let users = &mut self.state.objects.users;
         if connection.count(users) && !users.has_room(connection.uid, Resource::Answers, 0) {
             self.disconnect_stalled(id);
         }
@@ -295,7 +295,7 @@ impl Reactor {
             connection.wants_room_since = None;
         }
         if connection.unread_since.is_some() {
-            self.connections.note_unread(id);
+            self.connections.unread.insert(id);
             self.sweep_later();
         }
         match sent {
@@ -309,7 +309,7 @@ impl Reactor {
 
     /// Whether more descriptors can be sent to a user. If not, looks which earlier ones have been read.
     fn has_room_in_flight(&mut self, uid: u32, more: usize) -> bool {
-        let has_room = |state: &mut State| state.objects.users().has_room(uid, Resource::InFlight, more as u64);
+        let has_room = |state: &mut State| state.objects.users.has_room(uid, Resource::InFlight, more as u64);
         more == 0 || has_room(&mut self.state) || {
             self.settle(RETRY_INTERVAL);
             has_room(&mut self.state)
@@ -324,7 +324,7 @@ impl Reactor {
             return self.timers.set(RETRY_INTERVAL, Timer::Retry(id));
         }
         connection.wants_room_since = None;
-        let users = self.state.objects.users();
+        let users = &mut self.state.objects.users;
         let refusal = users.check(connection.uid, Resource::InFlight, connection.queued() as u64).err();
         connection.discard_answer();
         let refusal = refusal.unwrap_or_else(|| {
@@ -386,7 +386,7 @@ impl Reactor {
     }
 
     pub(super) fn disconnect(&mut self, id: ConnectionId, why: &'static str) {
-        let Some(mut connection) = self.connections.remove(id) else { return };
+        let Some(mut connection) = self.connections.all.remove(&id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
         tracing::debug!(uid, pid, why, "closed a connection");
         let registry = self.poll.registry();
@@ -396,8 +396,8 @@ impl Reactor {
         self.timers.cancel(&Timer::Connection(id));
         self.timers.cancel(&Timer::Retry(id));
         // The socket is closed before another client is served in its place. Until then, the user's connection count includes it.
-        if connection.close(self.state.objects.users()) {
-            self.connections.linger(connection);
+        if connection.close(&mut self.state.objects.users) {
+            self.connections.lingering.push(connection);
             self.sweep_later();
         } else {
             self.close_connection(connection);
@@ -407,7 +407,7 @@ impl Reactor {
 
     /// Asks the kernel which connections have read their descriptors, at most once in `interval`.
     pub(super) fn settle(&mut self, interval: Duration) {
-        for connection in self.connections.settle(self.state.objects.users(), interval) {
+        for connection in self.connections.settle(&mut self.state.objects.users, interval) {
             self.close_connection(connection);
         }
     }
@@ -421,14 +421,14 @@ impl Reactor {
 
     /// Closes the memory of versions that are gone.
     pub(super) fn close_garbage(&mut self) {
-        for (uid, fds) in self.state.objects.take_garbage() {
+        for (uid, fds) in std::mem::take(&mut self.state.objects.garbage) {
             self.close_in_thread(Resource::Closing, uid, fds);
         }
     }
 
     /// Closes a connection counted for a user. The peer sees the end at once.
     fn close_connection(&mut self, ClientConnection { socket, uid, .. }: ClientConnection) {
-        self.state.objects.users().sub(uid, Resource::Connections, 1);
+        self.state.objects.users.sub(uid, Resource::Connections, 1);
         self.close_socket(socket.into(), uid);
     }
 
@@ -451,7 +451,7 @@ impl Reactor {
         if fds.is_empty() {
             return;
         }
-        self.state.objects.users().add(uid, resource, fds.len() as u64);
+        self.state.objects.users.add(uid, resource, fds.len() as u64);
         let closer = self.closer(resource);
         closer.close(uid, fds);
         if closer.lacks_threads() {

@@ -93,7 +93,7 @@ pub(crate) enum Change {
 
 impl State {
     pub(crate) fn new(objects: Objects, timeout: Duration, emulated: bool) -> Self {
-        let watchers = Watchers::new(objects.events().last_event());
+        let watchers = Watchers::new(objects.events.last_event());
         let metrics = Metrics::new(objects.now.ms);
         Self {
             effects: Effects::default(),
@@ -126,7 +126,7 @@ impl State {
 
     /// Whether the event loop has work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        self.objects.has_work() || self.watchers.has_queued() || !self.listings.is_empty()
+        self.objects.has_work() || !self.watchers.queue.is_empty() || !self.listings.is_empty()
     }
 }
 

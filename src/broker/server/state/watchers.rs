@@ -16,11 +16,11 @@ use super::{
 /// groups, or for a connection whose peer does not read.
 #[derive(Debug, Default)]
 pub(crate) struct Watchers {
-    members: HashMap<ConnectionId, Watch>,
+    pub(crate) members: HashMap<ConnectionId, Watch>,
     /// By prefix and permissions.
     idle: HashMap<Arc<str>, HashMap<Arc<Reader>, HashSet<ConnectionId>>>,
     /// Connections with possibly unsent events, oldest first.
-    queue: VecDeque<ConnectionId>,
+    pub(crate) queue: VecDeque<ConnectionId>,
     /// The last event compared with the groups.
     seen: u64,
 }
@@ -46,14 +46,6 @@ impl Watchers {
     /// `seen` is the last existing event.
     pub(crate) fn new(seen: u64) -> Self {
         Self { seen, ..Self::default() }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.members.len()
-    }
-
-    pub(crate) fn has_queued(&self) -> bool {
-        !self.queue.is_empty()
     }
 
     pub(crate) fn add(&mut self, id: ConnectionId, prefix: &str, reader: Reader, after: u64, is_lost: bool) {

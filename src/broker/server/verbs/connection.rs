@@ -26,7 +26,7 @@ use crate::{
 /// Adds a client, which must send a hello.
 pub(crate) fn connected(state: &mut State, caller: Caller) {
     let id = caller.connection;
-    state.objects.users().add(caller.uid, Resource::Connections, 1);
+    state.objects.users.add(caller.uid, Resource::Connections, 1);
     state.clients.insert(id, ClientState::new(caller));
     state.effects.deadline(id, state.objects.now.after(state.timeout));
     state.effects.push(Effect::Listen(id));
@@ -58,7 +58,7 @@ pub(crate) fn disconnected(state: &mut State, id: ConnectionId) {
     state.watchers.remove(id);
     state.topics.remove(id);
     if let Some(request_info) = &client.request_info {
-        state.objects.users().sub(uid, Resource::Requests, request_info.bytes);
+        state.objects.users.sub(uid, Resource::Requests, request_info.bytes);
     }
     match client.request {
         PendingRequest::Upload { version, .. } => put::discard(state, *version),
@@ -83,7 +83,7 @@ pub(crate) fn deadline_passed(state: &mut State, id: ConnectionId) {
         let message = format!("no hello within {:?}", state.timeout);
         state.effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
     } else if matches!(client.request, PendingRequest::Upload { .. } | PendingRequest::Parts(_))
-        && !state.objects.users().has_room(client.caller.uid, Resource::Closing, 0)
+        && !state.objects.users.has_room(client.caller.uid, Resource::Closing, 0)
     {
         state.effects.deadline(id, state.objects.now.after(EXTENSION));
     } else if matches!(client.request, PendingRequest::Upload { .. }) {

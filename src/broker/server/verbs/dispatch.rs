@@ -94,7 +94,7 @@ fn request(state: &mut State, id: ConnectionId, message: Message, fds: Vec<Owned
 fn begin_request(state: &mut State, id: ConnectionId, request: &Message) -> Result<(), BrokerError> {
     let Some(client) = state.clients.get_mut(&id) else { return Ok(()) };
     let memory = memory_of(request);
-    let counted = state.objects.users().take(client.caller.uid, Resource::Requests, memory);
+    let counted = state.objects.users.take(client.caller.uid, Resource::Requests, memory);
     let bytes = if counted.is_ok() { memory } else { 0 };
     client.request_info = Some(RequestInfo { verb: request.name(), since: state.objects.now.at, bytes });
     counted
@@ -183,7 +183,7 @@ pub(crate) fn end_request(state: &mut State, id: ConnectionId) {
 pub(crate) fn count(state: &mut State, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if let Some(RequestInfo { verb, since, bytes }) = client.request_info.take() {
-        state.objects.users().sub(client.caller.uid, Resource::Requests, bytes);
+        state.objects.users.sub(client.caller.uid, Resource::Requests, bytes);
         state.effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
     }
 }

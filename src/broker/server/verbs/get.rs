@@ -57,7 +57,7 @@ fn absent(state: &mut State, id: ConnectionId, mut waiting: PendingGet, name: &s
     if let Some(claim) = &waiting.get.claim {
         let now_ms = state.objects.now.ms;
         let allowed = state.objects.check_claim(&client.caller, name);
-        let users = state.objects.users();
+        let users = &mut state.objects.users;
         match allowed.and_then(|()| state.claims.grant(users, name, &client.caller, claim, now_ms)) {
             Ok(None) => {}
             Ok(Some(token)) => return reply(state, id, &Message::Claimed(Claimed { token })),
@@ -102,7 +102,7 @@ pub(crate) fn wait_timed_out(state: &mut State, id: ConnectionId) {
 
 /// Handles a new version: releases claims on the name, and answers waiting gets.
 pub(crate) fn published(state: &mut State, name: &str) {
-    state.claims.release_all(state.objects.users(), name);
+    state.claims.release_all(&mut state.objects.users, name);
     wake(state, name);
 }
 
@@ -119,7 +119,7 @@ fn wake(state: &mut State, name: &str) {
 
 /// Ends a claim of a client, or all of its claims.
 pub(crate) fn end_claims(state: &mut State, id: ConnectionId, token: Option<Token>) {
-    for name in state.claims.end(state.objects.users(), id, token) {
+    for name in state.claims.end(&mut state.objects.users, id, token) {
         wake(state, &name);
     }
 }
@@ -225,7 +225,7 @@ pub(crate) fn resume(state: &mut State, id: ConnectionId, resume: Resume) {
     let (sending, leases): (Vec<_>, Vec<_>) = resume.leases.into_iter().partition(is_sending);
     let mut lost = state.objects.resume(&caller, &leases, &resume.puts);
     lost.extend(sending.iter().map(|lease| lease.token));
-    let instance = state.objects.events().instance().to_owned();
+    let instance = state.objects.events.instance().to_owned();
     reply(state, id, &Message::Resumed(Resumed { instance, lost }));
 }
 

@@ -110,22 +110,22 @@ const TOTALS_BYTES: usize = 32 * 1024;
 pub(crate) fn measure(state: &mut State, id: ConnectionId) {
     let Some(caller) = state.caller(id).cloned() else { return };
     let ServerReport { objects, versions, leases, .. } = state.objects.total();
-    let (used, allowed) = state.objects.store().room();
-    let users = state.objects.users();
+    let (used, allowed) = state.objects.store.room();
+    let users = &mut state.objects.users;
     let (Limits { user, total, files, .. }, used_files) = (users.limits, users.total(Resource::Descriptors));
     let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
     let measured = Measured {
-        instance: state.objects.events().instance().to_owned(),
+        instance: state.objects.events.instance().to_owned(),
         started_ms: state.metrics.started_ms,
-        restarts: state.objects.events().restarts(),
+        restarts: state.objects.events.restarts(),
         objects,
         versions,
         leases,
         connections: number(state.clients.len()),
-        watchers: number(state.watchers.len()),
+        watchers: number(state.watchers.members.len()),
         descriptors: Room { used: used_files, allowed: files },
         store: StoreRoom {
-            kind: if state.objects.store().has_keeper() { "keeper" } else { "none" }.to_owned(),
+            kind: if state.objects.store.has_keeper { "keeper" } else { "none" }.to_owned(),
             used: number(used),
             allowed: number(allowed),
         },
@@ -138,7 +138,7 @@ pub(crate) fn measure(state: &mut State, id: ConnectionId) {
         pid: Some(process::id()),
         keeper: state
             .keeper_pid
-            .filter(|_| state.objects.store().is_greeted())
+            .filter(|_| state.objects.store.greeted)
             .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
         claims: Some(claims(state, id, "")),
         topics: Some(topic::list(state, id, "")),

@@ -42,7 +42,7 @@ pub(crate) fn put(state: &mut State, id: ConnectionId, mut put: PutHeader, fds: 
         let sizes = std::mem::take(&mut put.sizes);
         let version = NewVersion::new(put, backend, &caller);
         state.objects.check_put(&caller, &version)?;
-        state.objects.users().take(caller.uid, Resource::Descriptors, version.descriptors() as u64)?;
+        state.objects.users.take(caller.uid, Resource::Descriptors, version.descriptors() as u64)?;
         Ok((version, sizes))
     });
     let (mut version, sizes) = match admitted {
@@ -124,7 +124,7 @@ fn join(state: &mut State, id: ConnectionId, put: NewVersion) {
     let key = DraftKey { name: put.header.name.clone(), group };
     let checked = check_part(&key, state.drafts.get(&key).map_or(&[], Vec::as_slice), &put);
     // Other puts may have arrived during the upload.
-    if let Err(refusal) = checked.and_then(|()| state.objects.users().take(uid, Resource::Bytes, bytes)) {
+    if let Err(refusal) = checked.and_then(|()| state.objects.users.take(uid, Resource::Bytes, bytes)) {
         discard(state, put);
         return refuse(state, id, refusal);
     }
@@ -141,7 +141,7 @@ fn join(state: &mut State, id: ConnectionId, put: NewVersion) {
 
 fn join_all(state: &mut State, key: &DraftKey) {
     let puts = state.drafts.remove(key).unwrap_or_default();
-    puts.iter().for_each(|put| state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes()));
+    puts.iter().for_each(|put| state.objects.users.sub(put.uid(), Resource::Bytes, put.bytes()));
     let Some(mut version) = puts.into_iter().reduce(|mut first, put| {
         first.join(put);
         first
@@ -161,7 +161,7 @@ pub(crate) fn withdraw_part(state: &mut State, id: ConnectionId, key: &DraftKey)
         state.drafts.remove(key);
     }
     for put in gone {
-        state.objects.users().sub(put.uid(), Resource::Bytes, put.bytes());
+        state.objects.users.sub(put.uid(), Resource::Bytes, put.bytes());
         discard(state, put);
     }
 }
@@ -270,10 +270,10 @@ fn begin_put(state: &mut State, mut put: NewVersion) {
         discard(state, put);
         return reply_to_makers(state, &makers, &published);
     }
-    state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
+    state.objects.users.sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
-            let mark = state.objects.store().mark();
+            let mark = state.objects.store.mark();
             state.changes.pending.push_back((mark, PendingChange::Put { key, name, makers, restore }));
             state.effects.push(Effect::Store);
         }
@@ -292,7 +292,7 @@ pub(crate) fn answer_when_safe(state: &mut State, id: ConnectionId, result: Resu
         return state.effects.push(Effect::Listen(id));
     }
     state.set_request(id, PendingRequest::Change);
-    let mark = state.objects.store().mark();
+    let mark = state.objects.store.mark();
     state.changes.pending.push_back((mark, PendingChange::Request(id)));
     state.effects.push(Effect::Store);
 }
@@ -302,7 +302,7 @@ pub(crate) fn complete_safe(state: &mut State) -> bool {
     let mut any = false;
     let is_confirmed = |state: &State| {
         let first = state.changes.pending.front();
-        first.is_some_and(|(mark, _)| state.objects.store().is_safe(*mark))
+        first.is_some_and(|(mark, _)| state.objects.store.is_safe(*mark))
     };
     while is_confirmed(state) {
         let Some((_, change)) = state.changes.pending.pop_front() else { break };
@@ -353,7 +353,7 @@ pub(crate) fn withdraw_changes(state: &mut State, id: ConnectionId) {
 
 /// Gives up a put that has not begun.
 pub(crate) fn discard(state: &mut State, put: NewVersion) {
-    state.objects.users().sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
+    state.objects.users.sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
     state.effects.close_fds(put.uid(), put.into_fds());
 }
 

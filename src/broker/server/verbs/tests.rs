@@ -375,7 +375,7 @@ fn late_stat_has_its_own_metadata() {
     let stat = Stat { name: "a".to_owned(), version: None };
     let mut seen = test.ask(maker, Message::Stat(stat));
     test.ask(maker, Message::Delete(Delete { name: "a".to_owned(), request: None }));
-    drop(test.state.objects.take_garbage());
+    test.state.objects.garbage.clear();
     let Some(Effect::Send { records, .. }) = seen.0.pop() else { panic!("no answer") };
     let own = records[0].own.first().unwrap();
     assert_eq!(table::read(own.try_clone().unwrap(), text.len() as u64, 1 << 20).unwrap(), text.as_bytes());

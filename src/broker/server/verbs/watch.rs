@@ -22,7 +22,7 @@ const PAGE_BYTES: usize = 48 * 1024;
 /// Starts a watch.
 pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    let known = state.objects.events();
+    let known = &state.objects.events;
     let other = watch.instance.as_ref().is_some_and(|instance| instance != known.instance());
     let (after, lost) = match watch.after {
         // Another instance numbers its events differently: treat all known events as new.
@@ -36,7 +36,7 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
 
 /// Sends new events to watching clients, within the budget of one turn.
 pub(crate) fn send_events(state: &mut State) {
-    state.watchers.queue_new_events(state.objects.events());
+    state.watchers.queue_new_events(&state.objects.events);
     let mut left = WORK_PER_TURN;
     while left > 0
         && let Some(id) = state.watchers.next()
@@ -55,7 +55,7 @@ pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
 /// Sends a client its next events, unless the socket has not accepted the last record. Returns the work done.
 fn send_page(state: &mut State, id: ConnectionId) -> usize {
     let Some(watch) = state.watchers.get_mut(id).filter(|watch| !watch.is_unsent) else { return 1 };
-    let known = state.objects.events();
+    let known = &state.objects.events;
     let (forgotten, events) = known.events_after(watch.after);
     let lost = watch.is_lost || forgotten;
     let mut page = Vec::<Event>::new();

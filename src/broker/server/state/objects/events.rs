@@ -49,7 +49,7 @@ pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, by: &Maker) -> Se
 
 #[derive(Debug)]
 pub(crate) struct Events {
-    identity: Identity,
+    pub(crate) identity: Identity,
     events: VecDeque<Seen>,
     last: u64,
     /// Puts of versions that are gone, and deleted names, by the keys of their entries.
@@ -69,14 +69,6 @@ impl Events {
         let last = identity.starts << EVENT_BITS;
         identity.starts += 1;
         Self { identity, events: VecDeque::new(), last, done: BTreeMap::new(), order: HashMap::new() }
-    }
-
-    pub(crate) fn identity(&self) -> &Identity {
-        &self.identity
-    }
-
-    pub(super) fn set_devices(&mut self, devices: Vec<u8>) {
-        self.identity.devices = devices;
     }
 
     pub(crate) fn instance(&self) -> &str {

@@ -82,9 +82,9 @@ pub(crate) struct Objects {
     closed_connections: VecDeque<(ConnectionId, u32)>,
     /// Remaining budget of this turn.
     cleanup_budget: usize,
-    users: Users,
-    events: Events,
-    store: Store,
+    pub(crate) users: Users,
+    pub(crate) events: Events,
+    pub(crate) store: Store,
     /// The listening socket and the device nodes, which the keeper holds too.
     own: Vec<OwnedFd>,
     /// Versions that the keeper does not have yet, by key.
@@ -96,9 +96,9 @@ pub(crate) struct Objects {
     last_restored: u64,
     last_lease: u64,
     /// Descriptors of users, for the caller to close where blocking is allowed.
-    garbage: Vec<(u32, Vec<OwnedFd>)>,
+    pub(crate) garbage: Vec<(u32, Vec<OwnedFd>)>,
     /// When to check names for expiry; `None` for names that need no check any more.
-    expiries: Vec<(Arc<str>, Option<Instant>)>,
+    pub(crate) expiries: Vec<(Arc<str>, Option<Instant>)>,
 }
 
 #[derive(Debug)]
@@ -188,18 +188,6 @@ impl Objects {
         }
     }
 
-    pub(crate) fn events(&self) -> &Events {
-        &self.events
-    }
-
-    pub(crate) fn store(&self) -> &Store {
-        &self.store
-    }
-
-    pub(crate) fn store_mut(&mut self) -> &mut Store {
-        &mut self.store
-    }
-
     /// A version, published or not.
     fn version(&self, key: u64) -> Option<&Version> {
         self.versions.get(&key).or_else(|| self.pending.get(&key))
@@ -208,18 +196,6 @@ impl Objects {
     /// A descriptor of a leased version.
     pub(crate) fn descriptor(&self, VersionFd { key, at }: VersionFd) -> BorrowedFd<'_> {
         self.versions[&key].fds[at].as_fd()
-    }
-
-    pub(crate) fn users(&mut self) -> &mut Users {
-        &mut self.users
-    }
-
-    pub(crate) fn take_garbage(&mut self) -> Vec<(u32, Vec<OwnedFd>)> {
-        std::mem::take(&mut self.garbage)
-    }
-
-    pub(crate) fn take_expiries(&mut self) -> Vec<(Arc<str>, Option<Instant>)> {
-        std::mem::take(&mut self.expiries)
     }
 
     /// The key of the version that a get with these arguments finds.

@@ -135,7 +135,7 @@ impl Objects {
     /// Gives the keeper the listening socket and the device nodes.
     pub(crate) fn hold_own(&mut self, socket: OwnedFd, devices: Vec<(u8, OwnedFd)>) {
         let (numbers, nodes): (Vec<u8>, Vec<OwnedFd>) = devices.into_iter().unzip();
-        self.events.set_devices(numbers);
+        self.events.identity.devices = numbers;
         self.own = std::iter::once(socket).chain(nodes).collect();
         self.users.add(NOBODY, Resource::Descriptors, self.own.len() as u64);
         self.store.send(BROKER, self.own.len());
@@ -174,7 +174,7 @@ impl Objects {
 impl Source for Objects {
     fn manifest(&self, key: u64) -> Option<(Vec<u8>, usize)> {
         let (manifest, descriptors) = if key == BROKER {
-            (Manifest::Broker(self.events.identity().clone()), self.own.len())
+            (Manifest::Broker(self.events.identity.clone()), self.own.len())
         } else if let Some(version) = self.version(key) {
             (Manifest::Version(version.record.clone()), version.fds.len())
         } else {
