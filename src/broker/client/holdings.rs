@@ -82,10 +82,12 @@ impl OwnLease {
     }
 
     /// The version's parts and their descriptors, unless a restore is impossible.
-    pub(super) fn restorable(&self) -> Option<Vec<HeldPart<'_>>> {
-        let parts = self.restore.as_ref()?;
-        let held = |part| Some((part, RestorePart::descriptors(part)?));
-        parts.iter().map(held).collect()
+    pub(super) fn restorable(&self) -> Option<Vec<HeldPart>> {
+        let held = |(size, fd): &(u64, Weak<OwnedFd>)| Some((*size, fd.upgrade()?));
+        let part = |(header, segments): &RestorePart| {
+            Some((header.clone(), segments.iter().map(held).collect::<Option<_>>()?))
+        };
+        self.restore.as_ref()?.iter().map(part).collect()
     }
 }
 
@@ -104,22 +106,11 @@ impl PartHeader {
     }
 }
 
-/// A part to restore, with its descriptors.
-pub(super) type HeldPart<'a> = (&'a RestorePart, Vec<Arc<OwnedFd>>);
+/// A part of a version to restore, and its segments.
+pub(super) type HeldPart = (PartHeader, Vec<(u64, Arc<OwnedFd>)>);
 
-/// A part of a version to restore.
-#[derive(Debug)]
-pub(super) struct RestorePart {
-    pub(super) header: PartHeader,
-    /// The lease, or the object opened with it, owns the descriptors. Parked memory has no descriptors.
-    pub(super) segments: Vec<(u64, Weak<OwnedFd>)>,
-}
-
-impl RestorePart {
-    fn descriptors(&self) -> Option<Vec<Arc<OwnedFd>>> {
-        self.segments.iter().map(|(_, fd)| fd.upgrade()).collect()
-    }
-}
+/// As [`HeldPart`]. The lease, or the object opened with it, owns the descriptors. Parked memory has no descriptors.
+pub(super) type RestorePart = (PartHeader, Vec<(u64, Weak<OwnedFd>)>);
 
 /// A lease that the broker no longer counts, although this process has not dropped it: see [`Client::on_lost`](super::Client::on_lost).
 /// Mapped memory remains mapped.

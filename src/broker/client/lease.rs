@@ -281,13 +281,9 @@ impl LeasedPart {
         owned.collect::<io::Result<_>>().map_err(|error| Error::system(action(), error))
     }
 
-    /// The part's data for a restore.
     fn restore_part(&self) -> RestorePart {
         let segments = self.runs.iter().flat_map(|run| &run.segments);
-        RestorePart {
-            header: self.header.clone(),
-            segments: segments.map(|(size, fd)| (*size, Arc::downgrade(fd))).collect(),
-        }
+        (self.header.clone(), segments.map(|(size, fd)| (*size, Arc::downgrade(fd))).collect())
     }
 
     fn map(self, device: &Device, copy_on_write: bool) -> Result<ObjectPart> {

@@ -71,7 +71,7 @@ impl Client {
         let mut meetings = Meetings { dialler: own, request, subscription: None, opened, again, tries: 0, creator };
         // The program's own request cancels the first attempt.
         meetings.connect(dialler, deadline_after(dialler.timeout))?;
-        meetings.subscription.iter_mut().for_each(|subscription| subscription.set_cancel(cancel));
+        meetings.subscription.iter_mut().for_each(|subscription| subscription.socket.set_cancel(cancel));
         Ok(meetings)
     }
 }
@@ -80,7 +80,7 @@ impl Drop for Meetings {
     /// The broker sees the end even if a fork of this process has a copy of the socket.
     fn drop(&mut self) {
         if let Some(subscription) = self.subscription.as_ref().filter(|_| self.creator.is_current()) {
-            let _ = subscription.socket().stream().shutdown(Shutdown::Both);
+            let _ = subscription.socket.stream().shutdown(Shutdown::Both);
         }
     }
 }
@@ -106,9 +106,9 @@ impl Meetings {
                 self.connect(&dialler, Instant::now())?;
                 continue;
             };
-            let limit = deadline_after(subscription.socket().timeout());
+            let limit = deadline_after(subscription.socket.timeout());
             let met = subscription.next(limit, "for a peer").and_then(|(message, fds)| {
-                send_on(subscription.socket(), &Message::Met(Met {}), &[])?;
+                send_on(&subscription.socket, &Message::Met(Met {}), &[])?;
                 Meeting::read(message, fds)
             });
             match met {

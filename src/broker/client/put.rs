@@ -323,7 +323,7 @@ impl Client {
 /// Prepares to restore a version with its leases, and lets `send` upload it.
 pub(super) fn restore(
     header: &Header,
-    parts: &[HeldPart<'_>],
+    parts: &[HeldPart],
     leases: &[Token],
     send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
@@ -334,9 +334,9 @@ pub(super) fn restore(
     let mut put = Put::new(header.name.as_str());
     put.header = PutHeader { mode, lifetime, keep, ..put.header };
     put.metadata.clone_from(&header.metadata);
-    for (part, fds) in parts {
-        let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
-        put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
+    for (part, segments) in parts {
+        let segments = segments.iter().map(|(size, fd)| (*size, Segment::Borrowed(fd.as_fd()))).collect();
+        put.parts.push(PutPart { backend, header: part.clone(), segments });
     }
     let mut upload = Upload::of(&put)?;
     upload.message.request = Some(super::new_token()?);

@@ -13,7 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{
     Client,
     connection::Connection,
-    holdings::{Header, LossReason, Notice, OwnLease},
+    holdings::{Header, HeldPart, LossReason, Notice, OwnLease},
     put,
     socket::{Dialled, Exchange, answer, is_broken, no_broker},
 };
@@ -167,11 +167,17 @@ impl Connection {
         let chunks = leases.chunks(MAX_RESUMED).map(|leases| Resume { leases: leases.to_vec(), puts: Vec::new() });
         let puts = puts.chunks(MAX_RESUMED).map(|puts| Resume { leases: Vec::new(), puts: puts.to_vec() });
         for resume in chunks.chain(puts) {
-            let mut exchange = self.exchange(incoming, self.socket.timeout());
-            unknown.extend(resume_on(&mut exchange, resume)?);
-            exchange.finish();
+            unknown.extend(self.ask(incoming, |exchange| resume_on(exchange, resume))?);
         }
         Ok(unknown)
+    }
+
+    /// Makes a request of the reconnect itself.
+    fn ask<T>(&self, incoming: &mut Vec<u8>, request: impl FnOnce(&mut Exchange<'_>) -> Result<T>) -> Result<T> {
+        let mut exchange = self.exchange(incoming, self.timeout());
+        let answer = request(&mut exchange)?;
+        exchange.finish();
+        Ok(answer)
     }
 
     /// Restores each lost version once. Returns, for each lease, why it is still lost, or `None`.
@@ -191,27 +197,7 @@ impl Connection {
             let tokens: Vec<Token> = leases.iter().map(|held| held.token).collect();
             let problem = match leases.iter().find_map(|held| Some((held, held.restorable()?))) {
                 None => Some("this process does not hold the whole version".to_owned()),
-                Some((held, parts)) => {
-                    let mut problem = None;
-                    for tokens in tokens.chunks(MAX_LEASES_PER_RESTORE) {
-                        let offered = put::restore(&held.header, &parts, tokens, |upload| {
-                            let mut exchange = self.exchange(incoming, self.socket.timeout());
-                            let published = upload.send(&mut exchange, Duration::ZERO)?;
-                            exchange.finish();
-                            Ok(published)
-                        });
-                        match offered {
-                            Ok(_) => {}
-                            Err(error) if is_connection_error(&error) => return Err(error),
-                            Err(error) => {
-                                tracing::debug!(%error, name = held.header.name, "the broker did not accept a restored version");
-                                problem = Some(error.in_full());
-                                break;
-                            }
-                        }
-                    }
-                    problem
-                }
+                Some((held, parts)) => self.restore(held, &parts, &tokens, incoming)?,
             };
             // Another reader may have restored it first, and the broker may accept fewer leases than offered.
             let unknown = self.resume(&leases, &[], incoming)?;
@@ -223,6 +209,30 @@ impl Connection {
             }));
         }
         Ok(outcomes)
+    }
+
+    /// Offers a version back with its leases. Returns why the broker does not accept it.
+    fn restore(
+        &self,
+        held: &OwnLease,
+        parts: &[HeldPart],
+        tokens: &[Token],
+        incoming: &mut Vec<u8>,
+    ) -> Result<Option<String>> {
+        for tokens in tokens.chunks(MAX_LEASES_PER_RESTORE) {
+            let offered = put::restore(&held.header, parts, tokens, |upload| {
+                self.ask(incoming, |exchange| upload.send(exchange, Duration::ZERO))
+            });
+            match offered {
+                Ok(_) => {}
+                Err(error) if is_connection_error(&error) => return Err(error),
+                Err(error) => {
+                    tracing::debug!(%error, name = held.header.name, "the broker did not accept a restored version");
+                    return Ok(Some(error.in_full()));
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Marks all leases as lost. `forever`: no later attempt can resume them.

@@ -250,7 +250,7 @@ const PURPOSE: &str = "for the broker's events";
 /// A connection of one request, whose answers go on: events, or introductions.
 #[derive(Debug)]
 pub(super) struct Subscription {
-    socket: RecordSocket,
+    pub(super) socket: RecordSocket,
     _closed_in_forks: ClosedInForks,
     incoming: Vec<u8>,
 }
@@ -285,15 +285,6 @@ impl Subscription {
             (subscription, Message::Events(events)) => Ok((subscription, events)),
             (_, other) => Err(unexpected(&other, "events")),
         }
-    }
-
-    pub(super) fn socket(&self) -> &RecordSocket {
-        &self.socket
-    }
-
-    /// Another request cancels the waits from now on.
-    pub(super) fn set_cancel(&mut self, cancel: &Cancel) {
-        self.socket.set_cancel(cancel);
     }
 
     /// Waits for the next message until `deadline`.

@@ -168,7 +168,7 @@ impl Watch {
         let Self { connection, subscription, .. } = self;
         let Some(current) = subscription else { return self.subscribe() };
         let until = deadline.min(deadline_after(connection.timeout().min(POLL_INTERVAL)));
-        let waiting = connection.waits.add(current.socket().shared(), stops)?;
+        let waiting = connection.waits.add(current.socket.shared(), stops)?;
         let received = current.receive(until);
         drop(waiting);
         match received {

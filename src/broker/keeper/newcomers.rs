@@ -26,7 +26,7 @@ const BACKLOG: i32 = 128;
 
 /// A connection without its first message.
 #[derive(Debug)]
-struct Newcomer {
+pub(super) struct Newcomer {
     socket: OwnedFd,
     pid: i32,
     deadline: Instant,
@@ -37,7 +37,7 @@ struct Newcomer {
 pub(super) struct Newcomers {
     listener: Listener,
     path: PathBuf,
-    waiting: Vec<Newcomer>,
+    pub(super) waiting: Vec<Newcomer>,
 }
 
 impl Newcomers {
@@ -55,7 +55,11 @@ impl Newcomers {
     /// All errors of [`Listener::take_over`] and [`Newcomers::at`].
     pub(super) fn inherited(listener: OwnedFd, path: &Path, cancel: &Cancel) -> Result<Self> {
         match Listener::take_over(listener, path)? {
-            Some(listener) => Self::over(listener, path)?.listened_again(),
+            Some(listener) => {
+                let newcomers = Self::over(listener, path)?;
+                newcomers.listen_again().map_err(|error| Error::system("listen", error))?;
+                Ok(newcomers)
+            }
             None => Self::at(path, cancel),
         }
     }
@@ -65,11 +69,6 @@ impl Newcomers {
         rustix::io::ioctl_fionbio(&listener, true)
             .map_err(|errno| Error::system("start the keeper", io::Error::from(errno)))?;
         Ok(Self { listener, path: path.to_owned(), waiting: Vec::new() })
-    }
-
-    fn listened_again(self) -> Result<Self> {
-        self.listen_again().map_err(|error| Error::system("listen", error))?;
-        Ok(self)
     }
 
     /// Makes the kernel report this process to connecting servers, instead of the keeper that listened first. See `SO_PEERCRED` in unix(7).
@@ -100,11 +99,6 @@ impl Newcomers {
 
     pub(super) fn listener(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
-    }
-
-    /// Closes this process's copies of the connections that wait.
-    pub(super) fn forget_waiting(&mut self) {
-        self.waiting.clear();
     }
 
     /// Leaves the socket and its file to another process.

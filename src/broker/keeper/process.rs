@@ -49,11 +49,9 @@ const START_RETRY: Duration = Duration::from_millis(5);
 struct KeeperConnection {
     socket: OwnedFd,
     process: Process,
-    /// Whether it announced its exit, and the sync to answer once a twin has everything too.
+    /// Whether it announced its exit, or this keeper its own; and the sync to answer once a twin has everything too.
     leaves: bool,
     pending_sync: Option<u64>,
-    /// Whether this keeper ends the connection.
-    is_released: bool,
     /// Received descriptors that are not acknowledged yet.
     received: usize,
 }
@@ -293,7 +291,7 @@ impl KeeperProcess {
         // The peers of these connections must see the parent's end.
         self.server = None;
         if let Some(newcomers) = &mut self.newcomers {
-            newcomers.forget_waiting();
+            newcomers.waiting.clear();
         }
         parent.wait_for_death();
         (self.alone_since, self.exit) = (Instant::now(), None);
@@ -347,7 +345,7 @@ impl KeeperProcess {
     }
 
     fn lose_server(&mut self) {
-        let ended = self.server.as_ref().map(|server| (server.process.pid, server.leaves || server.is_released));
+        let ended = self.server.as_ref().map(|server| (server.process.pid, server.leaves));
         let Some((pid, leaves)) = ended else {
             return;
         };
@@ -449,8 +447,8 @@ impl KeeperProcess {
         match served {
             Ok(()) => {
                 let process = Process::of(pid);
-                let (leaves, is_released, pending_sync, received) = (false, false, None, 0);
-                self.server = Some(KeeperConnection { socket, process, leaves, pending_sync, is_released, received });
+                let (leaves, pending_sync, received) = (false, None, 0);
+                self.server = Some(KeeperConnection { socket, process, leaves, pending_sync, received });
                 tracing::info!("serves pid {pid}, with {} descriptors", self.held.descriptors());
             }
             Err(error) => {

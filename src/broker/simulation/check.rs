@@ -152,7 +152,10 @@ impl World {
             _ => 0,
         });
         let drafts = server.state.drafts.values().flatten();
-        let queued = server.state.changes.queued_puts();
+        let queued = server.state.changes.waiting.values().flatten().filter_map(|change| match change {
+            Change::Put(put) => Some(&**put),
+            Change::Delete(..) => None,
+        });
         let reserved = uploads.sum::<usize>() + drafts.chain(queued).map(NewVersion::descriptors).sum::<usize>();
         require(server.state.objects.reserved() == reserved, || {
             format!("{} descriptors are reserved for {reserved}", server.state.objects.reserved())

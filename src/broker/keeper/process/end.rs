@@ -62,7 +62,7 @@ impl KeeperProcess {
     /// `successor`, it starts one, if an init does not.
     fn release_server(&mut self, successor: &str) {
         if let Some(server) = &mut self.server {
-            server.is_released = true;
+            server.leaves = true;
             // Fails if the server is gone.
             let _ = send(&server.socket, &Message::Stopping(successor.to_owned()), &[]);
             let _ = shutdown(&server.socket, Shutdown::Read);

@@ -64,17 +64,6 @@ pub(crate) struct DraftKey {
 /// The puts of each version that still lacks parts. The terms of the first one apply, and the order of the parts that it announced.
 pub(crate) type Drafts = HashMap<DraftKey, Vec<NewVersion>>;
 
-#[cfg(test)]
-impl Changes {
-    /// Puts that have not begun.
-    pub(crate) fn queued_puts(&self) -> impl Iterator<Item = &NewVersion> {
-        self.waiting.values().flatten().filter_map(|change| match change {
-            Change::Put(put) => Some(&**put),
-            Change::Delete(..) => None,
-        })
-    }
-}
-
 /// A change that the keeper has not confirmed.
 #[derive(Debug)]
 pub(crate) enum PendingChange {

@@ -1,6 +1,6 @@
 //! Listings of objects and leases.
 
-use std::{collections::BTreeMap, ops::Bound};
+use std::ops::Bound;
 
 use super::{Name, Objects, Version, VersionFd};
 use crate::{
@@ -27,13 +27,6 @@ const PAGE_BYTES: usize = 48 * 1024;
 /// The most names and leases visited for one page: other clients wait during the scan.
 const MAX_SCANNED: usize = 4096;
 
-fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
-    match devices.iter_mut().find(|device| device.device.uuid == memory.device.uuid) {
-        Some(device) => device.bytes += memory.mapped_size,
-        None => devices.push(DeviceBytes { device: memory.device.clone(), bytes: memory.mapped_size }),
-    }
-}
-
 /// A broker's contents when it stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -59,8 +52,13 @@ pub(crate) enum LeasePage {
 impl Objects {
     fn summary(&self, name: &Name, version: &Version) -> Summary {
         let record = &version.record;
-        let mut devices = Vec::new();
-        record.parts.iter().for_each(|part| add_bytes(&mut devices, &part.header.memory));
+        let mut devices = Vec::<DeviceBytes>::new();
+        for Memory { device, mapped_size: bytes, .. } in record.parts.iter().map(|part| &part.header.memory) {
+            match devices.iter_mut().find(|known| known.device.uuid == device.uuid) {
+                Some(known) => known.bytes += bytes,
+                None => devices.push(DeviceBytes { device: device.clone(), bytes: *bytes }),
+            }
+        }
         Summary {
             name: record.name.clone(),
             version: record.version,
@@ -112,9 +110,11 @@ impl Objects {
             digest: part.header.digest.clone(),
             maker: part.maker.clone(),
         };
+        let mut versions: Vec<u64> = entry.versions.keys().rev().take(1000).copied().collect();
+        versions.reverse();
         let info = VersionInfo {
             summary: self.summary(entry, version),
-            versions: last_numbers(&entry.versions),
+            versions,
             lifetime: entry.lifetime,
             keep: entry.keep,
             parts: record.parts.iter().map(part).collect(),
@@ -225,11 +225,4 @@ impl Objects {
     pub(crate) fn is_empty(&self) -> bool {
         self.names.is_empty() && self.leases.is_empty()
     }
-}
-
-/// The last thousand version numbers, ascending.
-fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
-    let mut numbers: Vec<u64> = versions.keys().rev().take(1000).copied().collect();
-    numbers.reverse();
-    numbers
 }
