@@ -115,19 +115,23 @@ pub(in crate::broker) struct Place {
 }
 
 /// The number of a table's descriptors.
-pub(in crate::broker) fn fds_of(table: Option<&Table>) -> usize {
+fn fds_of(table: Option<&Table>) -> usize {
     usize::from(table.is_some_and(Table::is_attached))
 }
 
 impl Part {
     /// Bytes of memory and of the table, as claimed.
-    pub(in crate::broker) fn bytes(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         self.header.memory.mapped_size + self.header.arrays.as_ref().map_or(0, Table::length)
     }
 
-    /// The number of descriptors.
+    /// The number of segments, as claimed.
+    pub(in crate::broker) fn segments(&self) -> usize {
+        self.header.memory.segments as usize
+    }
+
     fn descriptors(&self) -> usize {
-        self.sizes.len() + fds_of(self.header.arrays.as_ref())
+        self.segments() + fds_of(self.header.arrays.as_ref())
     }
 }
 

@@ -61,8 +61,6 @@ mod twin;
 use std::path::Path;
 
 pub use self::link::{KeeperPath, check_reachable};
-#[cfg(test)]
-pub(super) use self::process::simulated::KeeperFlaw;
 pub(super) use self::{
     entries::Entry,
     link::{Link, Process, Takeover},

@@ -15,7 +15,7 @@ use crate::{
         server::admit::Resource,
         server::state::{
             caller::ConnectionId,
-            objects::{NewVersion, audit::Audit},
+            objects::audit::Audit,
             root::{Change, PendingChange, PendingRequest, State},
         },
     },
@@ -148,7 +148,7 @@ impl World {
     fn check_reservations(&self) -> Result<(), String> {
         let Some(server) = &self.server else { return Ok(()) };
         let uploads = server.state.clients.values().map(|client| match &client.request {
-            PendingRequest::Upload { version, .. } => version.descriptors(),
+            PendingRequest::Upload { version, .. } => version.record.descriptors(),
             _ => 0,
         });
         let drafts = server.state.drafts.values().flatten();
@@ -156,7 +156,7 @@ impl World {
             Change::Put(put) => Some(&**put),
             Change::Delete(..) => None,
         });
-        let reserved = uploads.sum::<usize>() + drafts.chain(queued).map(NewVersion::descriptors).sum::<usize>();
+        let reserved = uploads.sum::<usize>() + drafts.chain(queued).map(|put| put.record.descriptors()).sum::<usize>();
         require(server.state.objects.reserved() == reserved, || {
             format!("{} descriptors are reserved for {reserved}", server.state.objects.reserved())
         })

@@ -34,17 +34,10 @@ flaws! {
     EntriesNotResent,
     /// A new keeper does not get the message that its set is complete.
     CompleteNotSent,
-    ReplacementsIgnored,
-    UpdatesIgnored,
-    EntriesLost,
     DescriptorsSwapped,
-    /// The keeper confirms more than it has read.
-    ConfirmedUnread,
     /// A bit of the last manifest changes.
     ManifestDamaged,
     RequestsForgotten,
-    /// The keeper holds the last entry a second time, under another key.
-    EntryRepeated,
     /// A new server ends all leases at once.
     NoGrace,
     /// A new server never ends leases that no client resumes.

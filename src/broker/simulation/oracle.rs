@@ -16,10 +16,7 @@ use crate::{
     broker::server::admit::Resource,
     broker::server::state::{
         caller::ConnectionId,
-        objects::{
-            NewVersion,
-            audit::{Audit, AuditedLease, AuditedVersion},
-        },
+        objects::audit::{Audit, AuditedLease, AuditedVersion},
         root::State,
     },
     driver::GRANULARITY,
@@ -380,7 +377,7 @@ fn is_true(state: &State, client: &Client, pending: &Pending, code: RefusalCode,
     let name = NAMES[name];
     let exists = state.objects.find(name, None, newer_than).is_some();
     let drafts = state.drafts.iter().filter(|(key, _)| key.name == name).flat_map(|(_, puts)| puts);
-    let mut drafts = drafts.map(NewVersion::uid);
+    let mut drafts = drafts.map(|put| put.record.payer());
     match code {
         RefusalCode::Absent => match pending.request {
             Request::Select { lease, .. } => state.objects.holder(lease) != client.connection,

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     broker::{
-        keeper::{Flushed, KeeperFlaw, KeeperProcess, Mark},
+        keeper::{Flushed, KeeperProcess, Mark},
         server::{
             TimeLimits,
             admit::{Limits, Resource},
@@ -270,16 +270,9 @@ impl World {
     }
 
     pub(super) fn keeper_reads(&mut self) {
-        let flaw = match self.flaw {
-            Some(Flaw::ReplacementsIgnored) => Some(KeeperFlaw::IgnoresReplacements),
-            Some(Flaw::UpdatesIgnored) => Some(KeeperFlaw::IgnoresUpdates),
-            Some(Flaw::EntriesLost) => Some(KeeperFlaw::LosesEntries),
-            Some(Flaw::DescriptorsSwapped) => Some(KeeperFlaw::SwapsDescriptors),
-            Some(Flaw::ConfirmedUnread) => Some(KeeperFlaw::ConfirmsEarly),
-            _ => None,
-        };
+        let swaps = self.has(Flaw::DescriptorsSwapped);
         if let Some(keeper) = self.keeper.as_mut().filter(|keeper| keeper.has_unread()) {
-            keeper.read_message(flaw);
+            keeper.read_message(swaps);
         }
     }
 
@@ -359,7 +352,6 @@ impl World {
             match self.flaw {
                 Some(Flaw::ManifestDamaged) => keeper.damage_manifest(),
                 Some(Flaw::RequestsForgotten) => keeper.forget_requests(),
-                Some(Flaw::EntryRepeated) => keeper.repeat_entry(),
                 _ => {}
             }
         }

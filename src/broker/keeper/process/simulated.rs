@@ -9,7 +9,7 @@ use super::{
         Link, Process, Store, Takeover,
         link::take_over,
         link::{pair, ready},
-        message::{Arrival, Message, Piece, Role, receive, send},
+        message::{Arrival, Message, Role, receive, send},
     },
     Entries, KeeperProcess,
 };
@@ -20,16 +20,6 @@ fn small_pair() -> (OwnedFd, OwnedFd) {
     let (server, keeper) = pair().unwrap();
     rustix::net::sockopt::set_socket_send_buffer_size(&server, 1).unwrap();
     (server, keeper)
-}
-
-/// A defect of the channel from the server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::broker) enum KeeperFlaw {
-    IgnoresReplacements,
-    IgnoresUpdates,
-    SwapsDescriptors,
-    LosesEntries,
-    ConfirmsEarly,
 }
 
 impl KeeperProcess {
@@ -77,29 +67,12 @@ impl KeeperProcess {
         while store.connection().is_some_and(|server| send(server, &Message::Received(0), &[]).is_ok()) {}
     }
 
-    /// Reads one message, if there is one.
-    pub(in crate::broker) fn read_message(&mut self, flaw: Option<KeeperFlaw>) {
-        let Some(flaw) = flaw else { return self.read_server(1) };
-        let next = || match receive(&self.server.as_ref()?.socket) {
-            Ok(Arrival::Message(message, fds)) => Some((message, fds)),
-            _ => None,
-        };
-        if let Some((message, mut fds)) = next() {
-            match (&message, flaw) {
-                (Message::Entry(piece), KeeperFlaw::IgnoresReplacements)
-                    if fds.is_empty() && !piece.is_update && self.held.iter().any(|(key, _)| key == piece.key) => {}
-                (Message::Entry(piece), KeeperFlaw::IgnoresUpdates) if piece.is_update => {}
-                (Message::Entry(piece), KeeperFlaw::LosesEntries) if piece.key != BROKER && !piece.is_update => {}
-                (Message::Entry(_), KeeperFlaw::SwapsDescriptors) => {
-                    fds.reverse();
-                    self.handle(message, fds).unwrap();
-                }
-                (Message::Entry(piece), KeeperFlaw::ConfirmsEarly) if piece.key != BROKER => {
-                    self.handle(Message::Sync(u64::MAX), Vec::new()).unwrap();
-                    self.close_server();
-                }
-                _ => self.handle(message, fds).unwrap(),
-            }
+    /// Reads one message, if there is one. `swaps`: takes its descriptors in the reverse order.
+    pub(in crate::broker) fn read_message(&mut self, swaps: bool) {
+        let Some(server) = self.server.as_ref().filter(|_| swaps) else { return self.read_server(1) };
+        if let Ok(Arrival::Message(message, mut fds)) = receive(&server.socket) {
+            fds.reverse();
+            self.handle(message, fds).unwrap();
         }
     }
 
@@ -141,14 +114,5 @@ impl KeeperProcess {
         let requests = self.held.iter().filter(|(key, entry)| *key != BROKER && entry.fds.is_empty());
         let keys = requests.map(|(key, _)| key).collect::<Vec<_>>();
         keys.into_iter().for_each(|key| self.held.remove(key));
-    }
-
-    /// Holds the last entry a second time.
-    pub(in crate::broker) fn repeat_entry(&mut self) {
-        let Some((key, entry)) = self.held.last_mut() else { return };
-        let fds = entry.fds.iter().map(|fd| fd.try_clone().unwrap()).collect::<Vec<_>>();
-        let (key, manifest, descriptors) = (key + 1, entry.manifest.clone(), fds.len());
-        let piece = Piece { key, is_first: true, is_last: true, is_update: false, descriptors, manifest };
-        self.held.take(piece, fds).unwrap();
     }
 }

@@ -42,7 +42,7 @@ pub(crate) fn put(state: &mut State, id: ConnectionId, mut put: PutHeader, fds: 
         let sizes = std::mem::take(&mut put.sizes);
         let version = NewVersion::new(put, backend, &caller);
         state.objects.check_put(&caller, &version)?;
-        state.objects.users.take(caller.uid, Resource::Descriptors, version.descriptors() as u64)?;
+        state.objects.users.take(caller.uid, Resource::Descriptors, version.record.descriptors() as u64)?;
         Ok((version, sizes))
     });
     let (mut version, sizes) = match admitted {
@@ -59,7 +59,7 @@ pub(crate) fn put(state: &mut State, id: ConnectionId, mut put: PutHeader, fds: 
         discard(state, version);
         return refuse(state, id, refusal);
     }
-    if version.segments() == version.all_segments() {
+    if version.arrived() == version.segments() {
         return finish_put(state, id, version);
     }
     state.set_request(id, PendingRequest::Upload { version: Box::new(version), problem: None });
@@ -76,7 +76,7 @@ pub(crate) fn segments(state: &mut State, id: ConnectionId, segments: Segments, 
         return state.effects.protocol_error(id, "segments arrived, but no put waits for segments");
     };
     let (first, more) = (segments.first, segments.sizes.len());
-    let (have, total) = (version.segments(), version.all_segments());
+    let (have, total) = (version.arrived(), version.segments());
     if first != have as u64 || have + more > total {
         state.effects.close_fds(uid, fds);
         let end = first.saturating_add(more as u64);
@@ -108,7 +108,7 @@ fn finish_put(state: &mut State, id: ConnectionId, version: NewVersion) {
         discard(state, version);
         return refuse(state, id, refusal);
     }
-    if version.header.announced.len() > version.parts.len() {
+    if version.header.announced.len() > version.record.parts.len() {
         return join(state, id, version);
     }
     change(state, Change::Put(Box::new(version)));
@@ -118,7 +118,7 @@ fn finish_put(state: &mut State, id: ConnectionId, version: NewVersion) {
 
 /// Adds a put to its group's draft. Publishes the version once it is complete.
 fn join(state: &mut State, id: ConnectionId, put: NewVersion) {
-    let (uid, bytes) = (put.uid(), put.bytes());
+    let (uid, bytes) = (put.record.payer(), put.record.charged());
     let wait = Duration::from_millis(put.header.wait_ms.unwrap_or(0));
     let group = put.header.group.clone().unwrap_or_default();
     let key = DraftKey { name: put.header.name.clone(), group };
@@ -141,15 +141,14 @@ fn join(state: &mut State, id: ConnectionId, put: NewVersion) {
 
 fn join_all(state: &mut State, key: &DraftKey) {
     let puts = state.drafts.remove(key).unwrap_or_default();
-    puts.iter().for_each(|put| state.objects.users.sub(put.uid(), Resource::Bytes, put.bytes()));
+    puts.iter().for_each(|put| state.objects.users.sub(put.record.payer(), Resource::Bytes, put.record.charged()));
     let Some(mut version) = puts.into_iter().reduce(|mut first, put| {
         first.join(put);
         first
     }) else {
         return;
     };
-    let announced = &version.header.announced;
-    version.parts.sort_by_cached_key(|part| announced.iter().position(|name| *name == part.record.header.name));
+    version.sort();
     change(state, Change::Put(Box::new(version)));
 }
 
@@ -161,7 +160,7 @@ pub(crate) fn withdraw_part(state: &mut State, id: ConnectionId, key: &DraftKey)
         state.drafts.remove(key);
     }
     for put in gone {
-        state.objects.users.sub(put.uid(), Resource::Bytes, put.bytes());
+        state.objects.users.sub(put.record.payer(), Resource::Bytes, put.record.charged());
         discard(state, put);
     }
 }
@@ -175,7 +174,7 @@ pub(crate) fn parts_timed_out(state: &mut State, id: ConnectionId, key: &DraftKe
 }
 
 fn has(puts: &[NewVersion], part: &str) -> bool {
-    puts.iter().flat_map(|put| &put.parts).any(|known| known.record.header.name == part)
+    puts.iter().flat_map(|put| &put.record.parts).any(|known| known.header.name == part)
 }
 
 /// The missing parts, in alphabetical order.
@@ -190,7 +189,7 @@ fn missing(puts: &[NewVersion]) -> Vec<&str> {
 fn check_part(key: &DraftKey, puts: &[NewVersion], put: &NewVersion) -> Result<(), BrokerError> {
     let DraftKey { name, group } = key;
     let Some(first) = puts.first() else { return Ok(()) };
-    let (uid, other) = (put.uid(), first.uid());
+    let (uid, other) = (put.record.payer(), first.record.payer());
     let replaced = |put: &NewVersion| (put.header.replace, put.header.if_version);
     if uid != other {
         return refuse!(
@@ -204,16 +203,16 @@ fn check_part(key: &DraftKey, puts: &[NewVersion], put: &NewVersion) -> Result<(
     if replaced(first) != replaced(put) {
         return refuse!(Invalid, "other puts of group `{group}` replace a different version");
     }
-    if first.backend != put.backend {
+    if first.record.backend != put.record.backend {
         return refuse!(Invalid, "other puts of group `{group}` have memory of a different backend");
     }
-    if puts.iter().chain([put]).map(NewVersion::all_segments).sum::<usize>() > MAX_SEGMENTS {
+    if puts.iter().chain([put]).map(NewVersion::segments).sum::<usize>() > MAX_SEGMENTS {
         return refuse!(Invalid, "the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object");
     }
-    if put.header.metadata.is_some() && puts.iter().any(|put| put.header.metadata.is_some()) {
+    if put.record.metadata.is_some() && puts.iter().any(|put| put.record.metadata.is_some()) {
         return refuse!(Invalid, "another put of group `{group}` already has metadata");
     }
-    match put.parts.iter().map(|part| &part.record.header.name).find(|part| has(puts, part)) {
+    match put.record.parts.iter().map(|part| &part.header.name).find(|part| has(puts, part)) {
         Some(part) => refuse!(Exists, "part `{part}` has already been put"),
         None => Ok(()),
     }
@@ -266,11 +265,11 @@ fn begin_put(state: &mut State, mut put: NewVersion) {
         return discard(state, put);
     };
     // The first attempt of this request may have been completed meanwhile.
-    if let Some(published) = published_before(state, &caller, &name, &put.requests) {
+    if let Some(published) = published_before(state, &caller, &name, &put.record.requests) {
         discard(state, put);
         return reply_to_makers(state, &makers, &published);
     }
-    state.objects.users.sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
+    state.objects.users.sub(put.record.payer(), Resource::Descriptors, put.record.descriptors() as u64);
     match state.objects.stage(&caller, put) {
         Ok(key) => {
             let mark = state.objects.store.mark();
@@ -353,8 +352,8 @@ pub(crate) fn withdraw_changes(state: &mut State, id: ConnectionId) {
 
 /// Gives up a put that has not begun.
 pub(crate) fn discard(state: &mut State, put: NewVersion) {
-    state.objects.users.sub(put.uid(), Resource::Descriptors, put.descriptors() as u64);
-    state.effects.close_fds(put.uid(), put.into_fds());
+    state.objects.users.sub(put.record.payer(), Resource::Descriptors, put.record.descriptors() as u64);
+    state.effects.close_fds(put.record.payer(), put.into_fds());
 }
 
 /// Stops reserving names for clients that restore lost objects, and continues the waiting puts.

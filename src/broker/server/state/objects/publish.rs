@@ -11,7 +11,7 @@ use uuid::Builder;
 use super::{Name, Objects, Request, Version, event, readers::Rights, token_reused};
 use crate::{
     broker::{
-        manifest::{self, fds_of},
+        manifest,
         server::{
             admit::Resource,
             state::{
@@ -25,49 +25,51 @@ use crate::{
     driver::{Backend, GRANULARITY},
     error::BrokerError,
     wire::broker::{
-        EventKind, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, PutHeader, PutPartHeader, Restore, Table, Token,
+        EventKind, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, PutHeader, PutPartHeader, Restore, Table,
+        Token,
     },
 };
 
-/// A put on its way to the keeper: the request, and the descriptors that have arrived. Puts of one group become one version.
+/// A put on its way to the keeper, and the descriptors that have arrived. Puts of one group become one version.
 #[derive(Debug)]
 pub(crate) struct NewVersion {
-    /// The request, without its parts and sizes.
+    /// The request, without its parts, sizes and metadata.
     pub(crate) header: PutHeader,
-    pub(crate) backend: Backend,
+    /// The manifest. Its number, id, owner and terms depend on the name's state when the put begins.
+    pub(crate) record: Box<manifest::Version>,
     /// The connections that put the parts.
     pub(crate) makers: Vec<ConnectionId>,
-    /// Tokens that clients gave to their puts.
-    pub(crate) requests: Vec<Token>,
     /// The memfd of the metadata.
-    pub(crate) metadata: Option<OwnedFd>,
-    pub(crate) parts: Vec<NewPart>,
-}
-
-/// A part with its descriptors: the memfd of its table, if any, and the segments.
-#[derive(Debug)]
-pub(crate) struct NewPart {
-    pub(crate) record: manifest::Part,
-    pub(crate) fds: Vec<OwnedFd>,
-}
-
-impl NewPart {
-    fn lacks_segments(&self) -> bool {
-        (self.record.sizes.len() as u64) < self.record.header.memory.segments
-    }
+    metadata: Option<OwnedFd>,
+    /// Of each part, the memfd of its table, if any, and the segments.
+    fds: Vec<Vec<OwnedFd>>,
 }
 
 impl NewVersion {
     /// A checked put whose descriptors have not arrived.
     pub(crate) fn new(mut header: PutHeader, backend: Backend, caller: &Caller) -> Self {
         header.replace |= header.if_version.is_some();
-        let part = |header| NewPart {
-            record: manifest::Part { header, maker: caller.describe(), sizes: Vec::new() },
-            fds: Vec::new(),
+        let part = |header| manifest::Part { header, maker: caller.describe(), sizes: Vec::new() };
+        let parts: Vec<manifest::Part> = std::mem::take(&mut header.parts).into_iter().map(part).collect();
+        let fds = parts.iter().map(|_| Vec::new()).collect();
+        let record = manifest::Version {
+            name: header.name.clone(),
+            version: 0,
+            id: String::new(),
+            created_ms: 0,
+            owner: Owner { uid: caller.uid, gid: caller.gid },
+            mode: 0,
+            lifetime: Lifetime::default(),
+            backend,
+            keep: 0,
+            requests: header.request.into_iter().collect(),
+            metadata: header.metadata.take(),
+            parts,
+            is_unnamed: false,
+            is_recalled: false,
+            reports: Vec::new(),
         };
-        let parts = std::mem::take(&mut header.parts).into_iter().map(part).collect();
-        let (makers, requests) = (vec![caller.connection], header.request.into_iter().collect());
-        Self { header, backend, makers, requests, metadata: None, parts }
+        Self { header, record: Box::new(record), makers: vec![caller.connection], metadata: None, fds }
     }
 
     /// Takes the tables from the descriptors of the first record. Checks their seals and sizes, and does not read them.
@@ -83,9 +85,9 @@ impl NewVersion {
             }
             Some(fd)
         };
-        self.metadata = take(self.header.metadata.as_ref(), "the metadata".to_owned());
-        for NewPart { record, fds } in &mut self.parts {
-            fds.extend(take(record.header.arrays.as_ref(), format!("part `{}`", record.header.name)));
+        self.metadata = take(self.record.metadata.as_ref(), "the metadata".to_owned());
+        for (part, fds) in self.record.parts.iter().zip(&mut self.fds) {
+            fds.extend(take(part.header.arrays.as_ref(), format!("part `{}`", part.header.name)));
         }
         checked
     }
@@ -97,45 +99,40 @@ impl NewVersion {
         emulated: bool,
     ) -> Result<(), BrokerError> {
         let mut checked = Ok(());
-        let mut parts = self.parts.iter_mut().skip_while(|part| !part.lacks_segments()).peekable();
+        let backend = self.record.backend;
+        let mut parts = self.record.parts.iter_mut().zip(&mut self.fds).peekable();
         for (size, fd) in segments {
-            while parts.next_if(|part| !part.lacks_segments()).is_some() {}
-            let Some(NewPart { record, fds }) = parts.peek_mut() else { break };
+            while parts.next_if(|(part, _)| part.sizes.len() == part.segments()).is_some() {}
+            let Some((part, fds)) = parts.peek_mut() else { break };
             if checked.is_ok() {
-                checked = check_segment(self.backend, record, size, fd.as_fd(), emulated);
+                checked = check_segment(backend, part, size, fd.as_fd(), emulated);
             }
-            record.sizes.push(size);
+            part.sizes.push(size);
             fds.push(fd);
         }
         checked
     }
 
-    /// The user whose quota it counts towards.
-    pub(crate) fn uid(&self) -> u32 {
-        self.parts.first().map_or(0, |part| part.record.maker.uid)
-    }
-
     /// The number of segments that have arrived.
-    pub(crate) fn segments(&self) -> usize {
-        self.parts.iter().map(|part| part.record.sizes.len()).sum()
+    pub(crate) fn arrived(&self) -> usize {
+        self.record.parts.iter().map(|part| part.sizes.len()).sum()
     }
 
     /// The number of segments of the complete put.
-    pub(crate) fn all_segments(&self) -> usize {
-        self.parts.iter().map(|part| part.record.header.memory.segments as usize).sum()
+    pub(crate) fn segments(&self) -> usize {
+        self.record.parts.iter().map(manifest::Part::segments).sum()
     }
 
     /// Checks that the segments of each part have the claimed size. All have arrived.
     pub(crate) fn check_sizes(&self) -> Result<(), BrokerError> {
-        self.parts.iter().try_for_each(|part| {
-            let PutPartHeader { name, memory, .. } = &part.record.header;
-            let sum = part.record.sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size));
-            match sum == memory.mapped_size {
+        self.record.parts.iter().try_for_each(|manifest::Part { header, sizes, .. }| {
+            let (name, want) = (&header.name, header.memory.mapped_size);
+            let sum = sizes.iter().fold(0u64, |sum, size| sum.saturating_add(*size));
+            match sum == want {
                 true => Ok(()),
                 false => refuse!(
                     Invalid,
-                    "the segments of part `{name}` have {sum} bytes in total, but the part claims {}",
-                    memory.mapped_size
+                    "the segments of part `{name}` have {sum} bytes in total, but the part claims {want}"
                 ),
             }
         })
@@ -143,29 +140,27 @@ impl NewVersion {
 
     /// Adds the parts of another put of the same group.
     pub(crate) fn join(&mut self, other: Self) {
-        if other.header.metadata.is_some() {
-            (self.header.metadata, self.metadata) = (other.header.metadata, other.metadata);
+        if other.record.metadata.is_some() {
+            (self.record.metadata, self.metadata) = (other.record.metadata, other.metadata);
         }
         self.makers.extend(other.makers);
-        self.requests.extend(other.requests);
-        self.parts.extend(other.parts);
+        self.record.requests.extend(other.record.requests);
+        self.record.parts.extend(other.record.parts);
+        self.fds.extend(other.fds);
     }
 
-    /// Bytes of memory and tables, as claimed.
-    pub(crate) fn bytes(&self) -> u64 {
-        let metadata = self.header.metadata.as_ref().map_or(0, Table::length);
-        metadata + self.parts.iter().map(|part| part.record.bytes()).sum::<u64>()
-    }
-
-    /// The number of descriptors of the complete put.
-    pub(crate) fn descriptors(&self) -> usize {
-        let tables = self.parts.iter().map(|part| fds_of(part.record.header.arrays.as_ref()));
-        fds_of(self.header.metadata.as_ref()) + tables.sum::<usize>() + self.all_segments()
+    /// Sorts the parts as they were announced.
+    pub(crate) fn sort(&mut self) {
+        let parts = std::mem::take(&mut self.record.parts);
+        let mut parts: Vec<_> = parts.into_iter().zip(std::mem::take(&mut self.fds)).collect();
+        let announced = &self.header.announced;
+        parts.sort_by_cached_key(|(part, _)| announced.iter().position(|name| *name == part.header.name));
+        (self.record.parts, self.fds) = parts.into_iter().unzip();
     }
 
     /// Takes the descriptors, in the order of the manifest.
     pub(crate) fn into_fds(self) -> Vec<OwnedFd> {
-        self.metadata.into_iter().chain(self.parts.into_iter().flat_map(|part| part.fds)).collect()
+        self.metadata.into_iter().chain(self.fds.into_iter().flatten()).collect()
     }
 }
 
@@ -192,8 +187,8 @@ impl Objects {
     /// Checks a put, before its memory is received and again when it is complete.
     pub(crate) fn check_put(&self, caller: &Caller, put: &NewVersion) -> Result<(), BrokerError> {
         self.check_terms(caller, put)?;
-        let memory = put.parts.iter().map(|part| &part.record.header.memory);
-        let bytes = self.users.check(caller.uid, Resource::Bytes, put.bytes());
+        let memory = put.record.parts.iter().map(|part| &part.header.memory);
+        let bytes = self.users.check(caller.uid, Resource::Bytes, put.record.charged());
         bytes.and_then(|()| self.users.check_devices(caller.uid, memory)).map_err(|refusal| {
             match self.names.contains_key(put.header.name.as_str()) {
                 true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
@@ -272,7 +267,7 @@ impl Objects {
     /// name may be pending. Returns the version's key. On failure, its descriptors become garbage.
     pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
         let checked = self.check_put(caller, &put);
-        if let Err(refusal) = checked.and_then(|()| self.store.require_room(put.descriptors())) {
+        if let Err(refusal) = checked.and_then(|()| self.store.require_room(put.record.descriptors())) {
             self.garbage.push((caller.uid, put.into_fds()));
             return Err(refusal);
         }
@@ -293,36 +288,33 @@ impl Objects {
         Ok(key)
     }
 
-    /// The manifest of a put, and its descriptors.
-    fn describe(&self, caller: &Caller, put: NewVersion) -> (Box<manifest::Version>, Vec<OwnedFd>) {
-        let NewVersion { header, backend, requests, metadata, parts, .. } = put;
-        let existing = self.names.get(header.name.as_str());
-        let restore = header.restore.as_ref();
-        // A restored version keeps its group if the caller is a member of it.
-        let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
-        let offered = restore.map(|restore| restore.owner);
-        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_member_of(owner.gid));
-        let next = existing.map_or(0, |name| self.current(name).record.version) + 1;
-        let new_id = || Builder::from_random_bytes(random()).into_uuid().to_string();
-        let (parts, fds): (Vec<_>, Vec<_>) = parts.into_iter().map(|part| (part.record, part.fds)).unzip();
-        let record = manifest::Version {
-            version: restore.map_or(next, |restore| restore.version),
-            id: restore.map_or_else(new_id, |restore| restore.id.clone()),
-            created_ms: restore.map_or(self.now.ms, |restore| restore.created_ms),
-            owner: existing.map_or(offered.unwrap_or(own), |name| name.owner),
-            mode: existing.map_or_else(|| header.mode.unwrap_or(0o600), |name| name.mode),
-            lifetime: header.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default(),
-            keep: header.keep.or(existing.map(|name| name.keep)).unwrap_or(0),
-            backend,
-            name: header.name,
-            requests,
-            metadata: header.metadata,
-            parts,
-            is_unnamed: false,
-            is_recalled: false,
-            reports: Vec::new(),
-        };
-        (Box::new(record), metadata.into_iter().chain(fds.into_iter().flatten()).collect())
+    /// Completes the manifest of a put with the state of its name. Also returns its descriptors.
+    fn describe(&self, caller: &Caller, mut put: NewVersion) -> (Box<manifest::Version>, Vec<OwnedFd>) {
+        let PutHeader { mode, lifetime, keep, ref restore, .. } = put.header;
+        let existing = self.names.get(put.record.name.as_str());
+        let record = &mut put.record;
+        match restore {
+            Some(restore) => {
+                (record.version, record.created_ms) = (restore.version, restore.created_ms);
+                record.id.clone_from(&restore.id);
+                // A restored version keeps its group if the caller is a member of it.
+                let keeps_group = caller.is_superuser() || caller.is_member_of(restore.owner.gid);
+                let gid = if keeps_group { restore.owner.gid } else { caller.gid };
+                record.owner = Owner { uid: restore.owner.uid, gid };
+            }
+            None => {
+                record.version = existing.map_or(0, |name| self.current(name).record.version) + 1;
+                record.id = Builder::from_random_bytes(random()).into_uuid().to_string();
+                record.created_ms = self.now.ms;
+                record.owner = Owner { uid: caller.uid, gid: caller.gid };
+            }
+        }
+        record.owner = existing.map_or(record.owner, |name| name.owner);
+        record.mode = existing.map_or_else(|| mode.unwrap_or(0o600), |name| name.mode);
+        record.lifetime = lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
+        record.keep = keep.or(existing.map(|name| name.keep)).unwrap_or(0);
+        let NewVersion { record, metadata, fds, .. } = put;
+        (record, metadata.into_iter().chain(fds.into_iter().flatten()).collect())
     }
 
     /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.

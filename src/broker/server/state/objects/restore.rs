@@ -28,7 +28,10 @@ impl Objects {
                     identity = Some(of);
                     garbage.extend(fds);
                 }
-                Ok(Manifest::Version(version)) if version.descriptors() == fds.len() => {
+                Ok(Manifest::Version(version))
+                    if version.descriptors() == fds.len()
+                        && version.parts.iter().all(|part| part.sizes.len() == part.segments()) =>
+                {
                     versions.push((key, version, fds))
                 }
                 Ok(done @ (Manifest::Completed(_) | Manifest::Deleted(_))) if fds.is_empty() => {
