@@ -93,6 +93,10 @@ pub(in crate::broker) struct Version {
     /// Whether its holders were asked to release their leases.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(in crate::broker) is_recalled: bool,
+    /// In milliseconds since 1970. Set if it was replaced or deleted while a restarted server waited for holders to resume their leases: without
+    /// a lease until then, it goes, however often servers restart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) resume_by_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(in crate::broker) reports: Vec<ReportInfo>,
 }

@@ -150,7 +150,7 @@ impl Client {
     }
 
     /// Creates a client on a socket that is already connected to a broker. Without a path it can't reconnect: once the connection breaks,
-    /// every call fails.
+    /// every call fails. To drop a lease blocks while the broker does not read and the socket is full.
     ///
     /// # Errors
     /// As [`Client::connect`].

@@ -308,7 +308,13 @@ impl Server {
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         let (listener, reserves_names) = listen(path, &config, false, cancel)?;
-        let objects = Objects::restore(Time::now(), config.user_limits(), Store::default(), BTreeMap::new());
+        let objects = Objects::restore(
+            Time::now(),
+            config.user_limits(),
+            config.limits.resume,
+            Store::default(),
+            BTreeMap::new(),
+        );
         Self::with(listener, config, objects, Vec::new(), reserves_names, KeeperLink::default(), cancel)
     }
 
@@ -330,7 +336,7 @@ impl Server {
             }
         }
         lengthen_queue(&listener)?;
-        let objects = Objects::restore(Time::now(), config.user_limits(), store, inherited);
+        let objects = Objects::restore(Time::now(), config.user_limits(), config.limits.resume, store, inherited);
         let keeper_link = KeeperLink::new(link, keeper, config.leave.clone());
         Self::with(listener, config, objects, nodes, reserves_names, keeper_link, cancel)
     }

@@ -370,7 +370,8 @@ impl World {
         let [objects, leases, bytes] = LIMITS.map(Some);
         let quota = Quota { objects, leases, bytes, ..Quota::default() };
         let limits = Limits::new(quota, Quota::unlimited(), 100_000);
-        let mut objects = Objects::restore(self.now, limits, taken.store, taken.inherited);
+        let mut objects =
+            Objects::restore(self.now, limits, TimeLimits::default().resume, taken.store, taken.inherited);
         objects.hold_own(File::open("/dev/null").unwrap().into(), Vec::new());
         objects.store.complete();
         objects.store.serving();

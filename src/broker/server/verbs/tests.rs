@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     broker::{
-        keeper::Store,
+        keeper::{Entry, Source, Store},
         server::{
             admit::Limits,
             state::{
@@ -51,8 +51,24 @@ impl Fixture {
 
     fn with(quota: Quota, files: usize) -> Self {
         let limits = Limits::new(quota, Quota::default(), files);
-        let objects = Objects::restore(Time::now(), limits, Store::default(), BTreeMap::new());
-        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
+        Self { state: Self::state(Time::now(), limits, BTreeMap::new()), last: 16 }
+    }
+
+    fn state(now: Time, limits: Limits, entries: BTreeMap<u64, Entry>) -> State {
+        let resume = Duration::from_secs(10);
+        State::new(Objects::restore(now, limits, resume, Store::default(), entries), Duration::from_secs(30), false)
+    }
+
+    /// Another server takes over the entries, so many milliseconds later. Connections are lost.
+    fn restart(&mut self, after_ms: u64) {
+        let old = &self.state.objects;
+        let entry = |key: &u64| {
+            let fds = old.descriptors(*key).unwrap().iter().map(|fd| fd.try_clone().unwrap()).collect();
+            (*key, Entry { manifest: old.manifest(*key).unwrap().0, fds })
+        };
+        let entries = old.copy().versions.keys().map(entry).collect();
+        let (now, limits) = (Time { ms: old.now.ms + after_ms, ..old.now }, old.users.limits);
+        self.state = Self::state(now, limits, entries);
     }
 
     /// Connects a client that has sent its hello.
@@ -392,4 +408,20 @@ fn early_release_ends_connection() {
     let (token, _) = Seen(std::mem::take(&mut test.state.effects).0.into()).lease(reader);
     let release = Message::Release(serde_json::from_value(json!({ "token": token })).unwrap());
     assert_eq!(test.ask(reader, release).ends(reader), Some(ErrorCode::Protocol));
+}
+
+/// Each restart lets clients resume leases for 10 s. A replaced version without a lease stays for 10 s, even if servers restart all the time.
+#[test]
+fn restarts_do_not_keep_replaced_versions() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    test.put(maker, "a", "");
+    let mut longest = 0;
+    for _ in 0..12 {
+        test.restart(4000);
+        let maker = test.client();
+        test.put(maker, "a", r#", "replace": true"#).published(maker);
+        longest = longest.max(test.state.objects.total().versions);
+    }
+    assert_eq!(longest, 4, "the current version, and those of the last 10 s");
 }

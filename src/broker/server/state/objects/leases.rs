@@ -50,6 +50,9 @@ impl Objects {
         self.users.take(caller.uid, Resource::Leases, 1)?;
         self.last_lease += 1;
         version.leases += 1;
+        if version.record.resume_by_ms.take().is_some() {
+            self.store.update(key);
+        }
         if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| !version.record.is_unnamed) {
             name.leases += 1;
         }

@@ -94,6 +94,8 @@ pub(crate) struct Objects {
     last_key: u64,
     /// The last key of the previous server, as long as clients may resume its leases; 0 afterwards.
     last_restored: u64,
+    /// Until when clients may resume leases of the previous server, in milliseconds since 1970.
+    resume_by_ms: u64,
     last_lease: u64,
     /// Descriptors of users, for the caller to close where blocking is allowed.
     pub(crate) garbage: Vec<(u32, Vec<OwnedFd>)>,
@@ -182,6 +184,7 @@ impl Objects {
             requests: BTreeMap::new(),
             last_key: 0,
             last_restored: 0,
+            resume_by_ms: 0,
             last_lease: 0,
             garbage: Vec::new(),
             expiries: Vec::new(),

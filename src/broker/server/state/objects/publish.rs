@@ -67,6 +67,7 @@ impl NewVersion {
             parts,
             is_unnamed: false,
             is_recalled: false,
+            resume_by_ms: None,
             reports: Vec::new(),
         };
         Self { header, record: Box::new(record), makers: vec![caller.connection], metadata: None, fds }

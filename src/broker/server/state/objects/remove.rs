@@ -94,8 +94,11 @@ impl Objects {
         if !version.record.is_unnamed
             && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
-            if entry.keeps(version.record.version) || is_awaited {
+            if entry.keeps(version.record.version) {
                 return;
+            }
+            if is_awaited {
+                return self.limit_resume(key);
             }
             entry.forget(version.record.version, key);
             version.record.is_unnamed = true;
@@ -106,7 +109,11 @@ impl Objects {
     /// Drops a version without a name and leases. Returns whether it did.
     pub(super) fn drop_if_unused(&mut self, key: u64) -> bool {
         let is_used = |version: &Version| !version.record.is_unnamed || version.leases > 0;
-        if self.versions.get(&key).is_none_or(is_used) || self.is_awaited(key) {
+        if self.versions.get(&key).is_none_or(is_used) {
+            return false;
+        }
+        if self.is_awaited(key) {
+            self.limit_resume(key);
             return false;
         }
         let Some(Version { record, fds, .. }) = self.versions.remove(&key) else { return false };

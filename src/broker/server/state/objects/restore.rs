@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     os::fd::OwnedFd,
     sync::Arc,
+    time::Duration,
 };
 
 use super::{Events, Objects};
@@ -18,7 +19,14 @@ use crate::broker::{
 
 impl Objects {
     /// Restores the objects of the keeper's entries, if any, and the descriptors of the broker itself: the listening socket and `devices`.
-    pub(crate) fn restore(now: Time, limits: Limits, store: Store, entries: BTreeMap<u64, Entry>) -> Self {
+    /// Clients may resume their leases for so long.
+    pub(crate) fn restore(
+        now: Time,
+        limits: Limits,
+        resume: Duration,
+        store: Store,
+        entries: BTreeMap<u64, Entry>,
+    ) -> Self {
         let mut identity = None;
         let (mut versions, mut all_done, mut last_deletion) = (Vec::new(), Vec::new(), HashMap::new());
         let (mut garbage, mut damaged) = (Vec::new(), Vec::new());
@@ -76,6 +84,12 @@ impl Objects {
         for entry in objects.names.values_mut() {
             entry.maker = Some(ConnectionId::PREVIOUS_SERVER);
         }
+        let is_unresumed = |version: &Version| version.resume_by_ms.is_some_and(|by| by <= now.ms);
+        let unresumed = objects.versions.iter().filter(|(_, version)| is_unresumed(&version.record));
+        for key in unresumed.map(|(key, _)| *key).collect::<Vec<_>>() {
+            objects.drop_unless_kept(key);
+        }
+        objects.resume_by_ms = now.ms.saturating_add(resume.as_millis() as u64);
         objects.last_restored = objects.last_key;
         objects
     }
@@ -122,6 +136,14 @@ impl Objects {
             }
             self.drop_old(&name, usize::MAX);
             self.note_expiry(&name);
+        }
+    }
+
+    /// Notes in a version's entry until when its holders may resume their leases.
+    pub(super) fn limit_resume(&mut self, key: u64) {
+        if let Some(version) = self.versions.get_mut(&key).filter(|version| version.record.resume_by_ms.is_none()) {
+            version.record.resume_by_ms = Some(self.resume_by_ms);
+            self.store.update(key);
         }
     }
 
