@@ -440,10 +440,12 @@ impl KeeperProcess {
         }
         (self.awaits_server, self.frees_at) = (true, None);
         let welcome = Message::Welcome { version: VERSION, allowed: descriptor_limit() };
-        let served = reply(&socket, &welcome).and_then(|()| match resends {
-            true => Ok(self.held.begin_resend()),
-            false => hand_over(&mut self.held, &socket),
-        });
+        let mut served = reply(&socket, &welcome);
+        if resends {
+            self.held.begin_resend();
+        } else {
+            served = served.and_then(|()| hand_over(&mut self.held, &socket));
+        }
         match served {
             Ok(()) => {
                 let process = Process::of(pid);

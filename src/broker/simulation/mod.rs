@@ -2,11 +2,10 @@
 //!
 //! | File | Purpose |
 //! |---|---|
-//! | `step` | the steps of a schedule, and their generation from a seed |
+//! | `step` | the steps of a schedule, their generation from a seed, and defects that the simulation must find |
 //! | `world`, `client` | scripted clients, and the channels |
 //! | `server` | the server's event loop and its keeper |
 //! | `oracle`, `check` | the promises, and the checks after each step and at the end |
-//! | `flaws` | defects that the simulation must find |
 //!
 //! Not simulated: `io` itself, leases of several records, clients that restore lost versions, a broker without a keeper, and the time limits
 //! after which a silent process is killed.
@@ -16,7 +15,6 @@
 
 mod check;
 mod client;
-mod flaws;
 mod oracle;
 mod server;
 mod step;
@@ -31,8 +29,8 @@ use std::{
 };
 
 use self::{
-    flaws::{FLAWS, Flaw},
     step::{
+        FLAWS, Flaw,
         Kind::*,
         Random,
         Request::*,

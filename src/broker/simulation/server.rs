@@ -11,8 +11,8 @@ use std::{
 
 use super::{
     client::{Client, memory_of},
-    flaws::Flaw,
     seed_tokens,
+    step::Flaw,
     world::World,
 };
 use crate::{

@@ -10,11 +10,10 @@ use std::{
 
 use super::{
     client::{self, Client, Pending},
-    flaws::Flaw,
     oracle::Oracle,
     seed_tokens,
     server::Server,
-    step::{Kind, Request, Step},
+    step::{Flaw, Kind, Request, Step},
 };
 use crate::{
     broker::{

@@ -212,7 +212,7 @@ impl Reactor {
         self.execute();
     }
 
-    /// Sends queued messages to the keeper, and publishes confirmed versions.
+    /// Sends queued messages to the keeper, and completes the changes that are safe then.
     pub(super) fn sync_store(&mut self) {
         if !self.state.objects.store.has_keeper && self.state.changes.pending.is_empty() {
             return;

@@ -46,7 +46,7 @@ pub(crate) struct State {
 /// Changes of names that have begun, or wait for others.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
-    /// Oldest first. The keeper confirms a change when it has read everything before the mark.
+    /// Oldest first. A change is safe with everything before its mark.
     pub(crate) pending: VecDeque<(Mark, PendingChange)>,
     /// Changes of names that have an pending put, and puts of reserved names, oldest first.
     pub(crate) waiting: HashMap<String, VecDeque<Change>>,
@@ -64,7 +64,7 @@ pub(crate) struct DraftKey {
 /// The puts of each version that still lacks parts. The terms of the first one apply, and the order of the parts that it announced.
 pub(crate) type Drafts = HashMap<DraftKey, Vec<NewVersion>>;
 
-/// A change that the keeper has not confirmed.
+/// A change that has begun and is not safe yet.
 #[derive(Debug)]
 pub(crate) enum PendingChange {
     /// The version with this key.

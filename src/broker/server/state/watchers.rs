@@ -103,7 +103,9 @@ impl Watchers {
     pub(crate) fn queue_new_events(&mut self, events: &Events) {
         let (forgotten, new) = events.events_after(self.seen);
         if forgotten {
-            self.queue_all();
+            // Events that are forgotten may concern any client.
+            let groups = std::mem::take(&mut self.idle).into_values().flat_map(HashMap::into_values);
+            self.wake(groups.flatten().collect(), 0);
         }
         if !self.members.is_empty() {
             new.for_each(|seen| self.queue_for_event(seen));
@@ -123,12 +125,6 @@ impl Watchers {
             }
             self.wake(ids, seen.event.seq - 1);
         }
-    }
-
-    /// Queues all clients: discarded events may concern them.
-    fn queue_all(&mut self) {
-        let ids = std::mem::take(&mut self.idle).into_values().flat_map(HashMap::into_values).flatten().collect();
-        self.wake(ids, 0);
     }
 
     fn wake(&mut self, ids: Vec<ConnectionId>, skip: u64) {

@@ -296,7 +296,7 @@ pub(crate) fn answer_when_safe(state: &mut State, id: ConnectionId, result: Resu
     state.effects.push(Effect::Store);
 }
 
-/// Completes the changes that the keeper has confirmed. Returns whether there were any.
+/// Completes the changes that are safe: see [`Store::is_safe`](crate::broker::keeper::Store::is_safe). Returns whether there were any.
 pub(crate) fn complete_safe(state: &mut State) -> bool {
     let mut any = false;
     let is_confirmed = |state: &State| {

@@ -5,7 +5,7 @@
 //! | `publish`, `remove`, `leases` | changes |
 //! | `events` | the broker's identity, events for watchers, completed requests |
 //! | `restore` | objects of the previous server, and everything for a new keeper |
-//! | `select`, `view` | answers to gets, listings |
+//! | `view` | answers to gets, listings |
 //! | `readers` | indexes of names and leases by permission to read |
 
 #[cfg(test)]
@@ -16,7 +16,6 @@ mod publish;
 mod readers;
 mod remove;
 mod restore;
-mod select;
 mod view;
 
 use std::{
@@ -31,8 +30,7 @@ use self::{events::event, leases::Held, readers::Readers};
 pub(crate) use self::{
     events::{Events, Seen},
     publish::NewVersion,
-    select::Selection,
-    view::LeasePage,
+    view::{LeasePage, Selection},
 };
 use super::root::Time;
 use crate::{

@@ -264,7 +264,7 @@ impl Objects {
         self.pending.values().any(|version| version.record.name == name)
     }
 
-    /// Checks a put and gives the version to the keeper. [`Objects::publish`] follows once the keeper has confirmed it. No version of the
+    /// Checks a put and gives the version to the keeper. [`Objects::publish`] follows once it is safe. No version of the
     /// name may be pending. Returns the version's key. On failure, its descriptors become garbage.
     pub(crate) fn stage(&mut self, caller: &Caller, put: NewVersion) -> Result<u64, BrokerError> {
         let checked = self.check_put(caller, &put);
@@ -318,7 +318,7 @@ impl Objects {
         (record, metadata.into_iter().chain(fds.into_iter().flatten()).collect())
     }
 
-    /// Publishes a version that the keeper has confirmed. `maker` is the connection that put it, if it is still open.
+    /// Publishes a version that the keeper has. `maker` is the connection that put it, if it is still open.
     pub(crate) fn publish(&mut self, key: u64, maker: Option<ConnectionId>) -> Option<Published> {
         let Version { record, fds, .. } = self.pending.remove(&key)?;
         let replaces = self.names.contains_key(record.name.as_str());
