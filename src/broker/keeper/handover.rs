@@ -78,7 +78,7 @@ pub(super) struct Handover {
     pub(super) entries: Entries,
     /// The most descriptors that the keeper may hold.
     pub(super) allowed: u64,
-    /// Whether the keeper died before it had sent everything. Its twin may continue.
+    /// Whether the keeper closed the connection before it answered, or died before it had sent everything. Another one may continue.
     pub(super) is_cut: bool,
     /// The listening socket, for the next keeper.
     pub(super) listener: Option<OwnedFd>,
@@ -90,6 +90,7 @@ pub(super) struct Handover {
 /// If the keeper refuses, does not answer or aborts the handover.
 pub(super) fn receive_all(socket: &OwnedFd, keeper: &Process, role: Role, cancel: &Cancel) -> io::Result<Handover> {
     let mut handover = Handover::default();
+    let mut is_welcome = false;
     let mut unacknowledged = 0;
     match send(socket, &Message::Hello { version: VERSION, role }, &[]) {
         // The keeper has exited: the next receive reports it.
@@ -98,7 +99,7 @@ pub(super) fn receive_all(socket: &OwnedFd, keeper: &Process, role: Role, cancel
     }
     loop {
         match receive(socket)? {
-            Arrival::Message(Message::Welcome { allowed, .. }, _) => handover.allowed = allowed,
+            Arrival::Message(Message::Welcome { allowed, .. }, _) => (handover.allowed, is_welcome) = (allowed, true),
             Arrival::Message(Message::Stopping(report), _) => handover.entries.last_report = report,
             Arrival::Message(Message::Listener, fds) => handover.listener = fds.into_iter().next(),
             Arrival::Message(Message::Entry(piece), fds) => {
@@ -118,6 +119,9 @@ pub(super) fn receive_all(socket: &OwnedFd, keeper: &Process, role: Role, cancel
             Arrival::Message(message, _) => {
                 return Err(io::Error::other(format!("it sent {message:?} during the handover")));
             }
+            // A twin that takes over closes the connections of its predecessor, also those that were made to the twin in this moment. A keeper
+            // that exits closes them too.
+            Arrival::End if !is_welcome => return Ok(Handover { is_cut: true, ..handover }),
             // A living keeper still holds everything. This process drops its copies, and the next one takes over.
             Arrival::End if !keeper.exits_within(HANDOVER_TIMEOUT) => {
                 return Err(io::Error::other(

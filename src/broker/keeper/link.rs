@@ -266,6 +266,7 @@ fn end(socket: &OwnedFd) {
 
 /// Receives everything that the keeper holds. If it dies, continues with its twin, or with the received descriptors. Blocks.
 pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, cancel: &Cancel) -> Result<Takeover> {
+    let deadline = Instant::now() + HANDOVER_TIMEOUT;
     loop {
         let handover = receive_all(&socket, &keeper, Role::NextServer, cancel).map_err(|error| {
             if link.started.is_some() {
@@ -275,12 +276,17 @@ pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, ca
         })?;
         let Handover { entries, allowed, is_cut, .. } = handover;
         if is_cut {
-            if let Some(twin) = dial_if_there(&link.path, Duration::ZERO, cancel)? {
-                (socket, keeper) = twin;
+            cancel.pause(RETRY)?;
+            if Instant::now() < deadline
+                && let Some(next) = dial_if_there(&link.path, Duration::ZERO, cancel)?
+            {
+                (socket, keeper) = next;
                 continue;
             }
             if entries.descriptors() == 0 {
-                return Err(link.failed(io::Error::other("it died before it sent its descriptors")));
+                return Err(
+                    link.failed(io::Error::other("it died, or closed each connection, before it sent its descriptors"))
+                );
             }
             // These may be the last copies of the descriptors.
             tracing::error!(descriptors = entries.descriptors(), "the keeper died during the handover");

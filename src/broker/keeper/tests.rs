@@ -2,12 +2,14 @@ use std::{
     fs::File,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
+    time::Duration,
 };
+
+use nix::poll::PollFlags;
 
 use super::{
     entries::Entries,
-    link::pair,
-    link::take_over,
+    link::{pair, ready, take_over},
     message::{Arrival, Message, Piece, Role, receive, send},
     newcomers::Newcomers,
     *,
@@ -211,6 +213,7 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     let part_of_a_handover = |keeper: &std::process::Child| {
         let (ours, theirs) = pair().unwrap();
         let file = File::open("/dev/null").unwrap();
+        send(&theirs, &Message::Welcome { version: VERSION, allowed: 10 }, &[]).unwrap();
         send(&theirs, &entry(0), &[file.as_fd()]).unwrap();
         nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
         take_over(
@@ -229,13 +232,36 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     assert!(!dead.unwrap().whole);
 }
 
+/// A twin that takes over may close a connection although the kernel has reported the twin to its peer.
+#[test]
+fn connections_without_an_answer_are_made_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, cancel) = (folder.path().join("keeper.sock"), Cancel::new().unwrap());
+    let newcomers = Newcomers::at(&path, &cancel).unwrap();
+    let (socket, process) = link::dial(&path, Duration::ZERO, &cancel).unwrap();
+    let keeper = std::thread::spawn(move || {
+        let accept = || {
+            assert!(ready(newcomers.listener(), PollFlags::POLLIN, Duration::from_secs(60)));
+            rustix::net::accept(newcomers.listener()).unwrap()
+        };
+        drop(accept());
+        let socket = accept();
+        send(&socket, &Message::Welcome { version: VERSION, allowed: 10 }, &[]).unwrap();
+        send(&socket, &Message::Complete(true), &[]).unwrap();
+        socket
+    });
+    let taken = take_over(socket, process, Link::to(&path), &cancel);
+    keeper.join().unwrap();
+    assert!(taken.unwrap().whole);
+}
+
 /// The kernel has reported the first keeper to their peers.
 #[test]
 fn next_keeper_drops_queued_connections() {
     let folder = tempfile::tempdir().unwrap();
     let (path, cancel) = (folder.path().join("keeper.sock"), Cancel::new().unwrap());
     let first = Newcomers::at(&path, &cancel).unwrap();
-    let dial = || link::dial(&path, std::time::Duration::ZERO, &cancel).unwrap().0;
+    let dial = || link::dial(&path, Duration::ZERO, &cancel).unwrap().0;
     let queued = dial();
     let _next = Newcomers::inherited(first.listener().try_clone_to_owned().unwrap(), &path, &cancel).unwrap();
     assert!(matches!(receive(&queued).unwrap(), Arrival::End));
