@@ -236,10 +236,12 @@ impl Follower {
                 call_no_checks();
                 let identity = Identity::introduced(peer, process);
                 let joined = Subscriber::over_as(socket, identity, &driver, device, &options, &config);
-                if joined.as_ref().is_err_and(may_pass) {
+                let is_tried_again = joined.as_ref().is_err_and(may_pass);
+                join.finish(topic, epoch, joined);
+                // After that: the next introduction must not find it as being joined.
+                if is_tried_again {
                     again.store(true, Ordering::Relaxed);
                 }
-                join.finish(topic, epoch, joined);
             });
             match started {
                 Ok(thread) => threads.0.push(thread),
@@ -353,7 +355,7 @@ impl Shared {
             Err(error) => {
                 // With the next introduction, it is tried again.
                 known.epoch = known.epoch.filter(|last| *last != epoch);
-                if known.failed.replace(epoch) == Some(epoch) {
+                if known.failed.replace(epoch) == Some(epoch) && may_pass(&error) {
                     return;
                 }
                 Change::Failed(error)

@@ -261,13 +261,14 @@ impl Connection {
             lock(&self.former).push((ClosedInForks::new(kept.as_fd()), kept));
         }
         self.socket.replace(socket)?;
+        // From here on, it is about the new socket, which another thread may find full.
+        self.abandoned.store(false, Ordering::Release);
         self.closed_in_forks.update(self.socket.as_fd());
         Ok(())
     }
 
-    /// Closes the former sockets: their leases have moved.
+    /// Closes the former sockets: their leases have moved, or there are none.
     pub(super) fn moved(&self) {
-        self.abandoned.store(false, Ordering::Release);
         lock(&self.former).clear();
     }
 

@@ -374,8 +374,9 @@ pub enum Found {
 /// The exclusive right to create an object or a part of it, while other processes wait.
 ///
 /// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
-/// not survive a restart of the broker, which may then give the claim to another process, and an interrupted request of the client can end
-/// them too. If both processes put the object, the second put fails with the code `exists`.
+/// not survive a restart of the broker, which may then give the claim to another process. An interrupted request of the client can end them
+/// too, and so can the end of a lease while the broker does not read. If both processes put the object, the second put fails with the code
+/// `exists`.
 #[derive(Debug)]
 pub struct Claim {
     pub(super) connection: Arc<Connection>,

@@ -126,15 +126,17 @@ impl Watcher {
                     next = Next::Pause(Some(PAUSES[0]));
                     continue;
                 }
-                if connection.is_hung_up() {
+                let is_unused = lock(&connection.holdings).is_empty();
+                if is_unused || connection.is_hung_up() {
                     connection.mark_broken();
                 }
+                if is_unused {
+                    // What could not be sent, such as the end of a lease, takes effect with the end of the sockets. The next request reconnects.
+                    connection.moved();
+                    next = Next::Pause(None);
+                    continue;
+                }
                 drop(turn);
-            }
-            if lock(&connection.holdings).is_empty() {
-                // The next request reconnects.
-                next = Next::Pause(None);
-                continue;
             }
             let since = *since.get_or_insert_with(Instant::now);
             // Do not keep the connection alive during the attempt.

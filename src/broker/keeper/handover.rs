@@ -17,6 +17,10 @@ use super::{
 };
 use crate::channel::Cancel;
 
+/// A keeper that never handed over.
+pub(super) const NO_ANSWER: &str =
+    "it died, or closed each connection without an answer: it may be of another version, with another protocol";
+
 /// Retry interval after the kernel's limit on descriptors in flight was reached.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 

@@ -24,7 +24,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 use super::{
     HANDOVER_TIMEOUT, Store,
     entries::Entry,
-    handover::{Handover, receive_all},
+    handover::{Handover, NO_ANSWER, receive_all},
     message::{Message, Role, send},
 };
 use crate::{
@@ -284,9 +284,7 @@ pub(super) fn take_over(mut socket: OwnedFd, mut keeper: Process, link: Link, ca
                 continue;
             }
             if entries.descriptors() == 0 {
-                return Err(
-                    link.failed(io::Error::other("it died, or closed each connection, before it sent its descriptors"))
-                );
+                return Err(link.failed(io::Error::other(NO_ANSWER)));
             }
             // These may be the last copies of the descriptors.
             tracing::error!(descriptors = entries.descriptors(), "the keeper died during the handover");

@@ -25,7 +25,7 @@ use nix::{
 use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
     entries::Entries,
-    handover::{Handover, hand_over, receive_all},
+    handover::{Handover, NO_ANSWER, hand_over, receive_all},
     link::{Process, dial_if_there, unreachable, until},
     message::{Arrival, Message, Role, receive, send},
     newcomers::{Newcomers, answer},
@@ -95,6 +95,9 @@ impl KeeperProcess {
                     return Ok(keeper);
                 }
                 // It died, or this process was too slow. Its twin, the server or itself has everything.
+                if Instant::now() >= deadline {
+                    return Err(unreachable(path, io::Error::other(NO_ANSWER)));
+                }
             } else {
                 match Newcomers::at(path, cancel) {
                     // Another keeper starts at this moment.
